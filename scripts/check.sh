@@ -1,0 +1,57 @@
+#!/bin/bash
+# check.sh: the fast lane, for every change before it is committed: format, vet,
+# lint, generated code, the Go tests that -short leaves, the Python tests without
+# an engine. Under 3 minutes with warm caches.
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+trap report_step EXIT
+
+# sources PATTERN...: the files of the tree that match, committed or not, each
+# ended by a zero byte. Git still lists a file that was deleted but not yet
+# removed from its index.
+sources() {
+  local f
+  git ls-files -z -co --exclude-standard -- "$@" | while IFS= read -r -d '' f; do
+    [[ ! -e $f ]] || printf '%s\0' "$f"
+  done
+}
+
+gofmt_clean() {
+  local bad
+  bad=$(sources '*.go' | xargs -0 -r gofmt -l)
+  [[ -z $bad ]] || die "not formatted (run 'make fmt'):"$'\n'"$bad"
+}
+
+vet() {
+  go vet ./...
+  go vet -tags invariants ./...
+  go vet -tags vmlab ./test/vmlab/...
+}
+
+shell_clean() {
+  sources '*.sh' .ci/run | xargs -0 -r "$PY_VENV/bin/shellcheck" -x
+}
+
+python_lint() {
+  (
+    cd python
+    "$PY_VENV/bin/ruff" check .
+    # The oldest Python that the wheel promises, whatever runs here.
+    "$PY_VENV/bin/mypy" --python-version 3.10 maru maru_vllm
+  )
+}
+
+step "install" bash scripts/install.sh go python
+step "build" bash scripts/build.sh
+step "gofmt" gofmt_clean
+step "go vet" vet
+step "staticcheck" "$STATICCHECK" -tags invariants ./...
+step "golangci-lint" "$GOLANGCI_LINT" run ./...
+step "generated code" bash scripts/generate.sh --check
+step "shellcheck" shell_clean
+step "ruff and mypy" python_lint
+# SHORT= (empty) runs the slow tests as well: scripts/test.sh does.
+# shellcheck disable=SC2086 # flags, split on purpose
+step "go test" go test -race -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./...
+step "pytest" env PYTHONPATH=python "$PY_VENV/bin/python" -m pytest -q python/tests -m 'not vllm'

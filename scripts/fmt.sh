@@ -1,0 +1,9 @@
+#!/bin/bash
+# fmt.sh: formats the Go and the Python of the tree.
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+bash scripts/install.sh python
+git ls-files -z -co --exclude-standard '*.go' | xargs -0 -r gofmt -w
+[[ ! -d python ]] || "$PY_VENV/bin/ruff" check --fix-only --quiet python
