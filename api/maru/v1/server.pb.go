@@ -571,7 +571,8 @@ type OpenResponse struct {
 	Pools            []*PoolRef             `protobuf:"bytes,22,rep,name=pools,proto3" json:"pools,omitempty"`
 	Degraded         bool                   `protobuf:"varint,23,opt,name=degraded,proto3" json:"degraded,omitempty"`
 	Reason           string                 `protobuf:"bytes,24,opt,name=reason,proto3" json:"reason,omitempty"`
-	Relist           bool                   `protobuf:"varint,25,opt,name=relist,proto3" json:"relist,omitempty"` // the server has restarted: list what you hold, with Relist frames
+	Relist           bool                   `protobuf:"varint,25,opt,name=relist,proto3" json:"relist,omitempty"`  // the server has restarted: list what you hold, with Relist frames
+	Workers          []*EngineWorker        `protobuf:"bytes,26,rep,name=workers,proto3" json:"workers,omitempty"` // scheduler sessions: the LIVE workers of their engine, by rank
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -781,6 +782,83 @@ func (x *OpenResponse) GetRelist() bool {
 	return false
 }
 
+func (x *OpenResponse) GetWorkers() []*EngineWorker {
+	if x != nil {
+		return x.Workers
+	}
+	return nil
+}
+
+// EngineWorker is one worker of an engine: what a scheduler names as the target
+// of a probe (RPC-25, VL-23).
+type EngineWorker struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Rank          uint32                 `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
+	WorldSize     uint32                 `protobuf:"varint,2,opt,name=world_size,json=worldSize,proto3" json:"world_size,omitempty"`
+	SessionId     []byte                 `protobuf:"bytes,3,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	NamespaceId   []byte                 `protobuf:"bytes,4,opt,name=namespace_id,json=namespaceId,proto3" json:"namespace_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EngineWorker) Reset() {
+	*x = EngineWorker{}
+	mi := &file_maru_v1_server_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EngineWorker) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EngineWorker) ProtoMessage() {}
+
+func (x *EngineWorker) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_server_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EngineWorker.ProtoReflect.Descriptor instead.
+func (*EngineWorker) Descriptor() ([]byte, []int) {
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *EngineWorker) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *EngineWorker) GetWorldSize() uint32 {
+	if x != nil {
+		return x.WorldSize
+	}
+	return 0
+}
+
+func (x *EngineWorker) GetSessionId() []byte {
+	if x != nil {
+		return x.SessionId
+	}
+	return nil
+}
+
+func (x *EngineWorker) GetNamespaceId() []byte {
+	if x != nil {
+		return x.NamespaceId
+	}
+	return nil
+}
+
 // PoolUse is the client's own count of one pool, checked by the server (R5).
 type PoolUse struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
@@ -795,7 +873,7 @@ type PoolUse struct {
 
 func (x *PoolUse) Reset() {
 	*x = PoolUse{}
-	mi := &file_maru_v1_server_proto_msgTypes[6]
+	mi := &file_maru_v1_server_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -807,7 +885,7 @@ func (x *PoolUse) String() string {
 func (*PoolUse) ProtoMessage() {}
 
 func (x *PoolUse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[6]
+	mi := &file_maru_v1_server_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -820,7 +898,7 @@ func (x *PoolUse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolUse.ProtoReflect.Descriptor instead.
 func (*PoolUse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{6}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *PoolUse) GetPoolNumber() uint32 {
@@ -870,7 +948,7 @@ type HeartbeatRequest struct {
 
 func (x *HeartbeatRequest) Reset() {
 	*x = HeartbeatRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[7]
+	mi := &file_maru_v1_server_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -882,7 +960,7 @@ func (x *HeartbeatRequest) String() string {
 func (*HeartbeatRequest) ProtoMessage() {}
 
 func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[7]
+	mi := &file_maru_v1_server_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -895,7 +973,7 @@ func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatRequest.ProtoReflect.Descriptor instead.
 func (*HeartbeatRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{7}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *HeartbeatRequest) GetSequence() uint64 {
@@ -933,13 +1011,14 @@ type HeartbeatResponse struct {
 	Events           *EventBatch            `protobuf:"bytes,3,opt,name=events,proto3" json:"events,omitempty"`
 	TtlMs            uint32                 `protobuf:"varint,4,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"`
 	OwnerIncarnation uint32                 `protobuf:"varint,5,opt,name=owner_incarnation,json=ownerIncarnation,proto3" json:"owner_incarnation,omitempty"`
+	Workers          []*EngineWorker        `protobuf:"bytes,6,rep,name=workers,proto3" json:"workers,omitempty"` // as in OpenResponse
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
 
 func (x *HeartbeatResponse) Reset() {
 	*x = HeartbeatResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[8]
+	mi := &file_maru_v1_server_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -951,7 +1030,7 @@ func (x *HeartbeatResponse) String() string {
 func (*HeartbeatResponse) ProtoMessage() {}
 
 func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[8]
+	mi := &file_maru_v1_server_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -964,7 +1043,7 @@ func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatResponse.ProtoReflect.Descriptor instead.
 func (*HeartbeatResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{8}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *HeartbeatResponse) GetEpoch() uint32 {
@@ -1002,6 +1081,13 @@ func (x *HeartbeatResponse) GetOwnerIncarnation() uint32 {
 	return 0
 }
 
+func (x *HeartbeatResponse) GetWorkers() []*EngineWorker {
+	if x != nil {
+		return x.Workers
+	}
+	return nil
+}
+
 type EventsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	After         uint64                 `protobuf:"varint,1,opt,name=after,proto3" json:"after,omitempty"`
@@ -1011,7 +1097,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[9]
+	mi := &file_maru_v1_server_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1023,7 +1109,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[9]
+	mi := &file_maru_v1_server_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1036,7 +1122,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{9}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *EventsRequest) GetAfter() uint64 {
@@ -1055,7 +1141,7 @@ type EventBatch struct {
 
 func (x *EventBatch) Reset() {
 	*x = EventBatch{}
-	mi := &file_maru_v1_server_proto_msgTypes[10]
+	mi := &file_maru_v1_server_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1067,7 +1153,7 @@ func (x *EventBatch) String() string {
 func (*EventBatch) ProtoMessage() {}
 
 func (x *EventBatch) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[10]
+	mi := &file_maru_v1_server_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1080,7 +1166,7 @@ func (x *EventBatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventBatch.ProtoReflect.Descriptor instead.
 func (*EventBatch) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{10}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *EventBatch) GetEvents() []*Event {
@@ -1107,7 +1193,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_maru_v1_server_proto_msgTypes[11]
+	mi := &file_maru_v1_server_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1119,7 +1205,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[11]
+	mi := &file_maru_v1_server_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1132,7 +1218,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{11}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Event) GetNumber() uint64 {
@@ -1241,7 +1327,7 @@ type PageEvent struct {
 
 func (x *PageEvent) Reset() {
 	*x = PageEvent{}
-	mi := &file_maru_v1_server_proto_msgTypes[12]
+	mi := &file_maru_v1_server_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1253,7 +1339,7 @@ func (x *PageEvent) String() string {
 func (*PageEvent) ProtoMessage() {}
 
 func (x *PageEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[12]
+	mi := &file_maru_v1_server_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1266,7 +1352,7 @@ func (x *PageEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageEvent.ProtoReflect.Descriptor instead.
 func (*PageEvent) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{12}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PageEvent) GetPoolNumber() uint32 {
@@ -1314,7 +1400,7 @@ type DrainEvent struct {
 
 func (x *DrainEvent) Reset() {
 	*x = DrainEvent{}
-	mi := &file_maru_v1_server_proto_msgTypes[13]
+	mi := &file_maru_v1_server_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1326,7 +1412,7 @@ func (x *DrainEvent) String() string {
 func (*DrainEvent) ProtoMessage() {}
 
 func (x *DrainEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[13]
+	mi := &file_maru_v1_server_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1339,7 +1425,7 @@ func (x *DrainEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainEvent.ProtoReflect.Descriptor instead.
 func (*DrainEvent) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{13}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *DrainEvent) GetPoolId() []byte {
@@ -1365,7 +1451,7 @@ type FenceEvent struct {
 
 func (x *FenceEvent) Reset() {
 	*x = FenceEvent{}
-	mi := &file_maru_v1_server_proto_msgTypes[14]
+	mi := &file_maru_v1_server_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1377,7 +1463,7 @@ func (x *FenceEvent) String() string {
 func (*FenceEvent) ProtoMessage() {}
 
 func (x *FenceEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[14]
+	mi := &file_maru_v1_server_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1390,7 +1476,7 @@ func (x *FenceEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FenceEvent.ProtoReflect.Descriptor instead.
 func (*FenceEvent) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{14}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *FenceEvent) GetReason() string {
@@ -1410,7 +1496,7 @@ type PoolsEvent struct {
 
 func (x *PoolsEvent) Reset() {
 	*x = PoolsEvent{}
-	mi := &file_maru_v1_server_proto_msgTypes[15]
+	mi := &file_maru_v1_server_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1422,7 +1508,7 @@ func (x *PoolsEvent) String() string {
 func (*PoolsEvent) ProtoMessage() {}
 
 func (x *PoolsEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[15]
+	mi := &file_maru_v1_server_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1435,7 +1521,7 @@ func (x *PoolsEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolsEvent.ProtoReflect.Descriptor instead.
 func (*PoolsEvent) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{15}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PoolsEvent) GetPools() []*PoolRef {
@@ -1462,7 +1548,7 @@ type AcknowledgeRequest struct {
 
 func (x *AcknowledgeRequest) Reset() {
 	*x = AcknowledgeRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[16]
+	mi := &file_maru_v1_server_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1474,7 +1560,7 @@ func (x *AcknowledgeRequest) String() string {
 func (*AcknowledgeRequest) ProtoMessage() {}
 
 func (x *AcknowledgeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[16]
+	mi := &file_maru_v1_server_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1487,7 +1573,7 @@ func (x *AcknowledgeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcknowledgeRequest.ProtoReflect.Descriptor instead.
 func (*AcknowledgeRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{16}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *AcknowledgeRequest) GetMarksCleared() []*PageEvent {
@@ -1512,7 +1598,7 @@ type AcknowledgeResponse struct {
 
 func (x *AcknowledgeResponse) Reset() {
 	*x = AcknowledgeResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[17]
+	mi := &file_maru_v1_server_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1524,7 +1610,7 @@ func (x *AcknowledgeResponse) String() string {
 func (*AcknowledgeResponse) ProtoMessage() {}
 
 func (x *AcknowledgeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[17]
+	mi := &file_maru_v1_server_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1537,7 +1623,7 @@ func (x *AcknowledgeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcknowledgeResponse.ProtoReflect.Descriptor instead.
 func (*AcknowledgeResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{17}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{18}
 }
 
 type ExpandRequest struct {
@@ -1553,7 +1639,7 @@ type ExpandRequest struct {
 
 func (x *ExpandRequest) Reset() {
 	*x = ExpandRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[18]
+	mi := &file_maru_v1_server_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1565,7 +1651,7 @@ func (x *ExpandRequest) String() string {
 func (*ExpandRequest) ProtoMessage() {}
 
 func (x *ExpandRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[18]
+	mi := &file_maru_v1_server_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1578,7 +1664,7 @@ func (x *ExpandRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExpandRequest.ProtoReflect.Descriptor instead.
 func (*ExpandRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{18}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ExpandRequest) GetOperation() uint64 {
@@ -1627,7 +1713,7 @@ type ExpandResponse struct {
 
 func (x *ExpandResponse) Reset() {
 	*x = ExpandResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[19]
+	mi := &file_maru_v1_server_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1639,7 +1725,7 @@ func (x *ExpandResponse) String() string {
 func (*ExpandResponse) ProtoMessage() {}
 
 func (x *ExpandResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[19]
+	mi := &file_maru_v1_server_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1652,7 +1738,7 @@ func (x *ExpandResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExpandResponse.ProtoReflect.Descriptor instead.
 func (*ExpandResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{19}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ExpandResponse) GetPoolNumber() uint32 {
@@ -1687,7 +1773,7 @@ type ReturnRequest struct {
 
 func (x *ReturnRequest) Reset() {
 	*x = ReturnRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[20]
+	mi := &file_maru_v1_server_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1699,7 +1785,7 @@ func (x *ReturnRequest) String() string {
 func (*ReturnRequest) ProtoMessage() {}
 
 func (x *ReturnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[20]
+	mi := &file_maru_v1_server_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1712,7 +1798,7 @@ func (x *ReturnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReturnRequest.ProtoReflect.Descriptor instead.
 func (*ReturnRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{20}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ReturnRequest) GetOperation() uint64 {
@@ -1744,7 +1830,7 @@ type ReturnResponse struct {
 
 func (x *ReturnResponse) Reset() {
 	*x = ReturnResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[21]
+	mi := &file_maru_v1_server_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1756,7 +1842,7 @@ func (x *ReturnResponse) String() string {
 func (*ReturnResponse) ProtoMessage() {}
 
 func (x *ReturnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[21]
+	mi := &file_maru_v1_server_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1769,7 +1855,7 @@ func (x *ReturnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReturnResponse.ProtoReflect.Descriptor instead.
 func (*ReturnResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{21}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{22}
 }
 
 type DescribeRegionsRequest struct {
@@ -1782,7 +1868,7 @@ type DescribeRegionsRequest struct {
 
 func (x *DescribeRegionsRequest) Reset() {
 	*x = DescribeRegionsRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[22]
+	mi := &file_maru_v1_server_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1794,7 +1880,7 @@ func (x *DescribeRegionsRequest) String() string {
 func (*DescribeRegionsRequest) ProtoMessage() {}
 
 func (x *DescribeRegionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[22]
+	mi := &file_maru_v1_server_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1807,7 +1893,7 @@ func (x *DescribeRegionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeRegionsRequest.ProtoReflect.Descriptor instead.
 func (*DescribeRegionsRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{22}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DescribeRegionsRequest) GetRegionIds() []uint32 {
@@ -1837,7 +1923,7 @@ type SharedRegion struct {
 
 func (x *SharedRegion) Reset() {
 	*x = SharedRegion{}
-	mi := &file_maru_v1_server_proto_msgTypes[23]
+	mi := &file_maru_v1_server_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1849,7 +1935,7 @@ func (x *SharedRegion) String() string {
 func (*SharedRegion) ProtoMessage() {}
 
 func (x *SharedRegion) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[23]
+	mi := &file_maru_v1_server_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1862,7 +1948,7 @@ func (x *SharedRegion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SharedRegion.ProtoReflect.Descriptor instead.
 func (*SharedRegion) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{23}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SharedRegion) GetPoolNumber() uint32 {
@@ -1909,7 +1995,7 @@ type DescribeRegionsResponse struct {
 
 func (x *DescribeRegionsResponse) Reset() {
 	*x = DescribeRegionsResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[24]
+	mi := &file_maru_v1_server_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1921,7 +2007,7 @@ func (x *DescribeRegionsResponse) String() string {
 func (*DescribeRegionsResponse) ProtoMessage() {}
 
 func (x *DescribeRegionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[24]
+	mi := &file_maru_v1_server_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1934,7 +2020,7 @@ func (x *DescribeRegionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeRegionsResponse.ProtoReflect.Descriptor instead.
 func (*DescribeRegionsResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{24}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *DescribeRegionsResponse) GetRegions() []*SharedRegion {
@@ -1952,7 +2038,7 @@ type ProveDomainsRequest struct {
 
 func (x *ProveDomainsRequest) Reset() {
 	*x = ProveDomainsRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[25]
+	mi := &file_maru_v1_server_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1964,7 +2050,7 @@ func (x *ProveDomainsRequest) String() string {
 func (*ProveDomainsRequest) ProtoMessage() {}
 
 func (x *ProveDomainsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[25]
+	mi := &file_maru_v1_server_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1977,7 +2063,7 @@ func (x *ProveDomainsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProveDomainsRequest.ProtoReflect.Descriptor instead.
 func (*ProveDomainsRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{25}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{26}
 }
 
 type ProveDomainsResponse struct {
@@ -1989,7 +2075,7 @@ type ProveDomainsResponse struct {
 
 func (x *ProveDomainsResponse) Reset() {
 	*x = ProveDomainsResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[26]
+	mi := &file_maru_v1_server_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2001,7 +2087,7 @@ func (x *ProveDomainsResponse) String() string {
 func (*ProveDomainsResponse) ProtoMessage() {}
 
 func (x *ProveDomainsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[26]
+	mi := &file_maru_v1_server_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2014,7 +2100,7 @@ func (x *ProveDomainsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProveDomainsResponse.ProtoReflect.Descriptor instead.
 func (*ProveDomainsResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{26}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ProveDomainsResponse) GetProvedPoolIds() [][]byte {
@@ -2035,7 +2121,7 @@ type ReportUnreachableRequest struct {
 
 func (x *ReportUnreachableRequest) Reset() {
 	*x = ReportUnreachableRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[27]
+	mi := &file_maru_v1_server_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2047,7 +2133,7 @@ func (x *ReportUnreachableRequest) String() string {
 func (*ReportUnreachableRequest) ProtoMessage() {}
 
 func (x *ReportUnreachableRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[27]
+	mi := &file_maru_v1_server_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2060,7 +2146,7 @@ func (x *ReportUnreachableRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportUnreachableRequest.ProtoReflect.Descriptor instead.
 func (*ReportUnreachableRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{27}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ReportUnreachableRequest) GetPoolNumber() uint32 {
@@ -2092,7 +2178,7 @@ type ReportUnreachableResponse struct {
 
 func (x *ReportUnreachableResponse) Reset() {
 	*x = ReportUnreachableResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[28]
+	mi := &file_maru_v1_server_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2104,7 +2190,7 @@ func (x *ReportUnreachableResponse) String() string {
 func (*ReportUnreachableResponse) ProtoMessage() {}
 
 func (x *ReportUnreachableResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[28]
+	mi := &file_maru_v1_server_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2117,7 +2203,7 @@ func (x *ReportUnreachableResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportUnreachableResponse.ProtoReflect.Descriptor instead.
 func (*ReportUnreachableResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{28}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{29}
 }
 
 type DeleteRequest struct {
@@ -2130,7 +2216,7 @@ type DeleteRequest struct {
 
 func (x *DeleteRequest) Reset() {
 	*x = DeleteRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[29]
+	mi := &file_maru_v1_server_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2142,7 +2228,7 @@ func (x *DeleteRequest) String() string {
 func (*DeleteRequest) ProtoMessage() {}
 
 func (x *DeleteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[29]
+	mi := &file_maru_v1_server_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2155,7 +2241,7 @@ func (x *DeleteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRequest.ProtoReflect.Descriptor instead.
 func (*DeleteRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{29}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DeleteRequest) GetOperation() uint64 {
@@ -2181,7 +2267,7 @@ type DeleteResponse struct {
 
 func (x *DeleteResponse) Reset() {
 	*x = DeleteResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[30]
+	mi := &file_maru_v1_server_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2193,7 +2279,7 @@ func (x *DeleteResponse) String() string {
 func (*DeleteResponse) ProtoMessage() {}
 
 func (x *DeleteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[30]
+	mi := &file_maru_v1_server_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2206,7 +2292,7 @@ func (x *DeleteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteResponse.ProtoReflect.Descriptor instead.
 func (*DeleteResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{30}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *DeleteResponse) GetResults() []*Problem {
@@ -2226,7 +2312,7 @@ type DeleteNamespaceRequest struct {
 
 func (x *DeleteNamespaceRequest) Reset() {
 	*x = DeleteNamespaceRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[31]
+	mi := &file_maru_v1_server_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2238,7 +2324,7 @@ func (x *DeleteNamespaceRequest) String() string {
 func (*DeleteNamespaceRequest) ProtoMessage() {}
 
 func (x *DeleteNamespaceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[31]
+	mi := &file_maru_v1_server_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2251,7 +2337,7 @@ func (x *DeleteNamespaceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteNamespaceRequest.ProtoReflect.Descriptor instead.
 func (*DeleteNamespaceRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{31}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *DeleteNamespaceRequest) GetOperation() uint64 {
@@ -2277,7 +2363,7 @@ type DeleteNamespaceResponse struct {
 
 func (x *DeleteNamespaceResponse) Reset() {
 	*x = DeleteNamespaceResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[32]
+	mi := &file_maru_v1_server_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2289,7 +2375,7 @@ func (x *DeleteNamespaceResponse) String() string {
 func (*DeleteNamespaceResponse) ProtoMessage() {}
 
 func (x *DeleteNamespaceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[32]
+	mi := &file_maru_v1_server_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2302,7 +2388,7 @@ func (x *DeleteNamespaceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteNamespaceResponse.ProtoReflect.Descriptor instead.
 func (*DeleteNamespaceResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{32}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *DeleteNamespaceResponse) GetObjects() uint64 {
@@ -2322,7 +2408,7 @@ type CloseRequest struct {
 
 func (x *CloseRequest) Reset() {
 	*x = CloseRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[33]
+	mi := &file_maru_v1_server_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2334,7 +2420,7 @@ func (x *CloseRequest) String() string {
 func (*CloseRequest) ProtoMessage() {}
 
 func (x *CloseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[33]
+	mi := &file_maru_v1_server_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2347,7 +2433,7 @@ func (x *CloseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseRequest.ProtoReflect.Descriptor instead.
 func (*CloseRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{33}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *CloseRequest) GetDrained() bool {
@@ -2372,7 +2458,7 @@ type CloseResponse struct {
 
 func (x *CloseResponse) Reset() {
 	*x = CloseResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[34]
+	mi := &file_maru_v1_server_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2384,7 +2470,7 @@ func (x *CloseResponse) String() string {
 func (*CloseResponse) ProtoMessage() {}
 
 func (x *CloseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[34]
+	mi := &file_maru_v1_server_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2397,7 +2483,7 @@ func (x *CloseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseResponse.ProtoReflect.Descriptor instead.
 func (*CloseResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{34}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{35}
 }
 
 type UsageRequest struct {
@@ -2408,7 +2494,7 @@ type UsageRequest struct {
 
 func (x *UsageRequest) Reset() {
 	*x = UsageRequest{}
-	mi := &file_maru_v1_server_proto_msgTypes[35]
+	mi := &file_maru_v1_server_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2420,7 +2506,7 @@ func (x *UsageRequest) String() string {
 func (*UsageRequest) ProtoMessage() {}
 
 func (x *UsageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[35]
+	mi := &file_maru_v1_server_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2433,7 +2519,7 @@ func (x *UsageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UsageRequest.ProtoReflect.Descriptor instead.
 func (*UsageRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{35}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{36}
 }
 
 // PoolUsage: one pool's bytes (CAP-04). reserved_bytes is backing capacity, tables
@@ -2461,7 +2547,7 @@ type PoolUsage struct {
 
 func (x *PoolUsage) Reset() {
 	*x = PoolUsage{}
-	mi := &file_maru_v1_server_proto_msgTypes[36]
+	mi := &file_maru_v1_server_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2473,7 +2559,7 @@ func (x *PoolUsage) String() string {
 func (*PoolUsage) ProtoMessage() {}
 
 func (x *PoolUsage) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[36]
+	mi := &file_maru_v1_server_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2486,7 +2572,7 @@ func (x *PoolUsage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolUsage.ProtoReflect.Descriptor instead.
 func (*PoolUsage) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{36}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *PoolUsage) GetPool() *PoolInfo {
@@ -2603,7 +2689,7 @@ type MediumUsage struct {
 
 func (x *MediumUsage) Reset() {
 	*x = MediumUsage{}
-	mi := &file_maru_v1_server_proto_msgTypes[37]
+	mi := &file_maru_v1_server_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2615,7 +2701,7 @@ func (x *MediumUsage) String() string {
 func (*MediumUsage) ProtoMessage() {}
 
 func (x *MediumUsage) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[37]
+	mi := &file_maru_v1_server_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2628,7 +2714,7 @@ func (x *MediumUsage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MediumUsage.ProtoReflect.Descriptor instead.
 func (*MediumUsage) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{37}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *MediumUsage) GetPools() []*PoolUsage {
@@ -2656,7 +2742,7 @@ type SessionUsage struct {
 
 func (x *SessionUsage) Reset() {
 	*x = SessionUsage{}
-	mi := &file_maru_v1_server_proto_msgTypes[38]
+	mi := &file_maru_v1_server_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2668,7 +2754,7 @@ func (x *SessionUsage) String() string {
 func (*SessionUsage) ProtoMessage() {}
 
 func (x *SessionUsage) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[38]
+	mi := &file_maru_v1_server_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2681,7 +2767,7 @@ func (x *SessionUsage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionUsage.ProtoReflect.Descriptor instead.
 func (*SessionUsage) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{38}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *SessionUsage) GetSessionId() []byte {
@@ -2770,7 +2856,7 @@ type UsageResponse struct {
 
 func (x *UsageResponse) Reset() {
 	*x = UsageResponse{}
-	mi := &file_maru_v1_server_proto_msgTypes[39]
+	mi := &file_maru_v1_server_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2782,7 +2868,7 @@ func (x *UsageResponse) String() string {
 func (*UsageResponse) ProtoMessage() {}
 
 func (x *UsageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_server_proto_msgTypes[39]
+	mi := &file_maru_v1_server_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2795,7 +2881,7 @@ func (x *UsageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UsageResponse.ProtoReflect.Descriptor instead.
 func (*UsageResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_server_proto_rawDescGZIP(), []int{39}
+	return file_maru_v1_server_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *UsageResponse) GetCpuStorage() *MediumUsage {
@@ -2915,7 +3001,7 @@ const file_maru_v1_server_proto_rawDesc = "" +
 	"\x06number\x18\x01 \x01(\rR\x06number\x12%\n" +
 	"\x04info\x18\x02 \x01(\v2\x11.maru.v1.PoolInfoR\x04info\x12\x1f\n" +
 	"\vgrant_bytes\x18\x03 \x01(\x04R\n" +
-	"grantBytes\"\xba\x06\n" +
+	"grantBytes\"\xeb\x06\n" +
 	"\fOpenResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\"\n" +
 	"\fcapabilities\x18\x02 \x03(\tR\fcapabilities\x12\x14\n" +
@@ -2944,7 +3030,15 @@ const file_maru_v1_server_proto_rawDesc = "" +
 	"\x05pools\x18\x16 \x03(\v2\x10.maru.v1.PoolRefR\x05pools\x12\x1a\n" +
 	"\bdegraded\x18\x17 \x01(\bR\bdegraded\x12\x16\n" +
 	"\x06reason\x18\x18 \x01(\tR\x06reason\x12\x16\n" +
-	"\x06relist\x18\x19 \x01(\bR\x06relist\"\xbe\x01\n" +
+	"\x06relist\x18\x19 \x01(\bR\x06relist\x12/\n" +
+	"\aworkers\x18\x1a \x03(\v2\x15.maru.v1.EngineWorkerR\aworkers\"\x83\x01\n" +
+	"\fEngineWorker\x12\x12\n" +
+	"\x04rank\x18\x01 \x01(\rR\x04rank\x12\x1d\n" +
+	"\n" +
+	"world_size\x18\x02 \x01(\rR\tworldSize\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x03 \x01(\fR\tsessionId\x12!\n" +
+	"\fnamespace_id\x18\x04 \x01(\fR\vnamespaceId\"\xbe\x01\n" +
 	"\aPoolUse\x12\x1f\n" +
 	"\vpool_number\x18\x01 \x01(\rR\n" +
 	"poolNumber\x12#\n" +
@@ -2958,13 +3052,14 @@ const file_maru_v1_server_proto_rawDesc = "" +
 	"\x04uses\x18\x02 \x03(\v2\x10.maru.v1.PoolUseR\x04uses\x12\x1d\n" +
 	"\n" +
 	"last_event\x18\x03 \x01(\x04R\tlastEvent\x12\x1c\n" +
-	"\twatermark\x18\x04 \x01(\x04R\twatermark\"\xbd\x01\n" +
+	"\twatermark\x18\x04 \x01(\x04R\twatermark\"\xee\x01\n" +
 	"\x11HeartbeatResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12!\n" +
 	"\fserver_epoch\x18\x02 \x01(\x04R\vserverEpoch\x12+\n" +
 	"\x06events\x18\x03 \x01(\v2\x13.maru.v1.EventBatchR\x06events\x12\x15\n" +
 	"\x06ttl_ms\x18\x04 \x01(\rR\x05ttlMs\x12+\n" +
-	"\x11owner_incarnation\x18\x05 \x01(\rR\x10ownerIncarnation\"%\n" +
+	"\x11owner_incarnation\x18\x05 \x01(\rR\x10ownerIncarnation\x12/\n" +
+	"\aworkers\x18\x06 \x03(\v2\x15.maru.v1.EngineWorkerR\aworkers\"%\n" +
 	"\rEventsRequest\x12\x14\n" +
 	"\x05after\x18\x01 \x01(\x04R\x05after\"4\n" +
 	"\n" +
@@ -3137,7 +3232,7 @@ func file_maru_v1_server_proto_rawDescGZIP() []byte {
 	return file_maru_v1_server_proto_rawDescData
 }
 
-var file_maru_v1_server_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_maru_v1_server_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_maru_v1_server_proto_goTypes = []any{
 	(*DescribeServerRequest)(nil),     // 0: maru.v1.DescribeServerRequest
 	(*DescribeServerResponse)(nil),    // 1: maru.v1.DescribeServerResponse
@@ -3145,117 +3240,120 @@ var file_maru_v1_server_proto_goTypes = []any{
 	(*Limits)(nil),                    // 3: maru.v1.Limits
 	(*PoolRef)(nil),                   // 4: maru.v1.PoolRef
 	(*OpenResponse)(nil),              // 5: maru.v1.OpenResponse
-	(*PoolUse)(nil),                   // 6: maru.v1.PoolUse
-	(*HeartbeatRequest)(nil),          // 7: maru.v1.HeartbeatRequest
-	(*HeartbeatResponse)(nil),         // 8: maru.v1.HeartbeatResponse
-	(*EventsRequest)(nil),             // 9: maru.v1.EventsRequest
-	(*EventBatch)(nil),                // 10: maru.v1.EventBatch
-	(*Event)(nil),                     // 11: maru.v1.Event
-	(*PageEvent)(nil),                 // 12: maru.v1.PageEvent
-	(*DrainEvent)(nil),                // 13: maru.v1.DrainEvent
-	(*FenceEvent)(nil),                // 14: maru.v1.FenceEvent
-	(*PoolsEvent)(nil),                // 15: maru.v1.PoolsEvent
-	(*AcknowledgeRequest)(nil),        // 16: maru.v1.AcknowledgeRequest
-	(*AcknowledgeResponse)(nil),       // 17: maru.v1.AcknowledgeResponse
-	(*ExpandRequest)(nil),             // 18: maru.v1.ExpandRequest
-	(*ExpandResponse)(nil),            // 19: maru.v1.ExpandResponse
-	(*ReturnRequest)(nil),             // 20: maru.v1.ReturnRequest
-	(*ReturnResponse)(nil),            // 21: maru.v1.ReturnResponse
-	(*DescribeRegionsRequest)(nil),    // 22: maru.v1.DescribeRegionsRequest
-	(*SharedRegion)(nil),              // 23: maru.v1.SharedRegion
-	(*DescribeRegionsResponse)(nil),   // 24: maru.v1.DescribeRegionsResponse
-	(*ProveDomainsRequest)(nil),       // 25: maru.v1.ProveDomainsRequest
-	(*ProveDomainsResponse)(nil),      // 26: maru.v1.ProveDomainsResponse
-	(*ReportUnreachableRequest)(nil),  // 27: maru.v1.ReportUnreachableRequest
-	(*ReportUnreachableResponse)(nil), // 28: maru.v1.ReportUnreachableResponse
-	(*DeleteRequest)(nil),             // 29: maru.v1.DeleteRequest
-	(*DeleteResponse)(nil),            // 30: maru.v1.DeleteResponse
-	(*DeleteNamespaceRequest)(nil),    // 31: maru.v1.DeleteNamespaceRequest
-	(*DeleteNamespaceResponse)(nil),   // 32: maru.v1.DeleteNamespaceResponse
-	(*CloseRequest)(nil),              // 33: maru.v1.CloseRequest
-	(*CloseResponse)(nil),             // 34: maru.v1.CloseResponse
-	(*UsageRequest)(nil),              // 35: maru.v1.UsageRequest
-	(*PoolUsage)(nil),                 // 36: maru.v1.PoolUsage
-	(*MediumUsage)(nil),               // 37: maru.v1.MediumUsage
-	(*SessionUsage)(nil),              // 38: maru.v1.SessionUsage
-	(*UsageResponse)(nil),             // 39: maru.v1.UsageResponse
-	nil,                               // 40: maru.v1.UsageResponse.CountersEntry
-	(*ProtocolVersion)(nil),           // 41: maru.v1.ProtocolVersion
-	(Role)(0),                         // 42: maru.v1.Role
-	(Medium)(0),                       // 43: maru.v1.Medium
-	(*PoolInfo)(nil),                  // 44: maru.v1.PoolInfo
-	(*RegionHandle)(nil),              // 45: maru.v1.RegionHandle
-	(*RegionPlace)(nil),               // 46: maru.v1.RegionPlace
-	(*Problem)(nil),                   // 47: maru.v1.Problem
+	(*EngineWorker)(nil),              // 6: maru.v1.EngineWorker
+	(*PoolUse)(nil),                   // 7: maru.v1.PoolUse
+	(*HeartbeatRequest)(nil),          // 8: maru.v1.HeartbeatRequest
+	(*HeartbeatResponse)(nil),         // 9: maru.v1.HeartbeatResponse
+	(*EventsRequest)(nil),             // 10: maru.v1.EventsRequest
+	(*EventBatch)(nil),                // 11: maru.v1.EventBatch
+	(*Event)(nil),                     // 12: maru.v1.Event
+	(*PageEvent)(nil),                 // 13: maru.v1.PageEvent
+	(*DrainEvent)(nil),                // 14: maru.v1.DrainEvent
+	(*FenceEvent)(nil),                // 15: maru.v1.FenceEvent
+	(*PoolsEvent)(nil),                // 16: maru.v1.PoolsEvent
+	(*AcknowledgeRequest)(nil),        // 17: maru.v1.AcknowledgeRequest
+	(*AcknowledgeResponse)(nil),       // 18: maru.v1.AcknowledgeResponse
+	(*ExpandRequest)(nil),             // 19: maru.v1.ExpandRequest
+	(*ExpandResponse)(nil),            // 20: maru.v1.ExpandResponse
+	(*ReturnRequest)(nil),             // 21: maru.v1.ReturnRequest
+	(*ReturnResponse)(nil),            // 22: maru.v1.ReturnResponse
+	(*DescribeRegionsRequest)(nil),    // 23: maru.v1.DescribeRegionsRequest
+	(*SharedRegion)(nil),              // 24: maru.v1.SharedRegion
+	(*DescribeRegionsResponse)(nil),   // 25: maru.v1.DescribeRegionsResponse
+	(*ProveDomainsRequest)(nil),       // 26: maru.v1.ProveDomainsRequest
+	(*ProveDomainsResponse)(nil),      // 27: maru.v1.ProveDomainsResponse
+	(*ReportUnreachableRequest)(nil),  // 28: maru.v1.ReportUnreachableRequest
+	(*ReportUnreachableResponse)(nil), // 29: maru.v1.ReportUnreachableResponse
+	(*DeleteRequest)(nil),             // 30: maru.v1.DeleteRequest
+	(*DeleteResponse)(nil),            // 31: maru.v1.DeleteResponse
+	(*DeleteNamespaceRequest)(nil),    // 32: maru.v1.DeleteNamespaceRequest
+	(*DeleteNamespaceResponse)(nil),   // 33: maru.v1.DeleteNamespaceResponse
+	(*CloseRequest)(nil),              // 34: maru.v1.CloseRequest
+	(*CloseResponse)(nil),             // 35: maru.v1.CloseResponse
+	(*UsageRequest)(nil),              // 36: maru.v1.UsageRequest
+	(*PoolUsage)(nil),                 // 37: maru.v1.PoolUsage
+	(*MediumUsage)(nil),               // 38: maru.v1.MediumUsage
+	(*SessionUsage)(nil),              // 39: maru.v1.SessionUsage
+	(*UsageResponse)(nil),             // 40: maru.v1.UsageResponse
+	nil,                               // 41: maru.v1.UsageResponse.CountersEntry
+	(*ProtocolVersion)(nil),           // 42: maru.v1.ProtocolVersion
+	(Role)(0),                         // 43: maru.v1.Role
+	(Medium)(0),                       // 44: maru.v1.Medium
+	(*PoolInfo)(nil),                  // 45: maru.v1.PoolInfo
+	(*RegionHandle)(nil),              // 46: maru.v1.RegionHandle
+	(*RegionPlace)(nil),               // 47: maru.v1.RegionPlace
+	(*Problem)(nil),                   // 48: maru.v1.Problem
 }
 var file_maru_v1_server_proto_depIdxs = []int32{
-	41, // 0: maru.v1.DescribeServerRequest.version:type_name -> maru.v1.ProtocolVersion
-	41, // 1: maru.v1.OpenRequest.version:type_name -> maru.v1.ProtocolVersion
-	42, // 2: maru.v1.OpenRequest.role:type_name -> maru.v1.Role
-	43, // 3: maru.v1.OpenRequest.write_order:type_name -> maru.v1.Medium
-	43, // 4: maru.v1.OpenRequest.read_order:type_name -> maru.v1.Medium
-	44, // 5: maru.v1.PoolRef.info:type_name -> maru.v1.PoolInfo
+	42, // 0: maru.v1.DescribeServerRequest.version:type_name -> maru.v1.ProtocolVersion
+	42, // 1: maru.v1.OpenRequest.version:type_name -> maru.v1.ProtocolVersion
+	43, // 2: maru.v1.OpenRequest.role:type_name -> maru.v1.Role
+	44, // 3: maru.v1.OpenRequest.write_order:type_name -> maru.v1.Medium
+	44, // 4: maru.v1.OpenRequest.read_order:type_name -> maru.v1.Medium
+	45, // 5: maru.v1.PoolRef.info:type_name -> maru.v1.PoolInfo
 	3,  // 6: maru.v1.OpenResponse.limits:type_name -> maru.v1.Limits
 	4,  // 7: maru.v1.OpenResponse.pools:type_name -> maru.v1.PoolRef
-	6,  // 8: maru.v1.HeartbeatRequest.uses:type_name -> maru.v1.PoolUse
-	10, // 9: maru.v1.HeartbeatResponse.events:type_name -> maru.v1.EventBatch
-	11, // 10: maru.v1.EventBatch.events:type_name -> maru.v1.Event
-	12, // 11: maru.v1.Event.retire:type_name -> maru.v1.PageEvent
-	12, // 12: maru.v1.Event.reclaim:type_name -> maru.v1.PageEvent
-	13, // 13: maru.v1.Event.drain:type_name -> maru.v1.DrainEvent
-	14, // 14: maru.v1.Event.fence:type_name -> maru.v1.FenceEvent
-	15, // 15: maru.v1.Event.pools:type_name -> maru.v1.PoolsEvent
-	4,  // 16: maru.v1.PoolsEvent.pools:type_name -> maru.v1.PoolRef
-	12, // 17: maru.v1.AcknowledgeRequest.marks_cleared:type_name -> maru.v1.PageEvent
-	12, // 18: maru.v1.AcknowledgeRequest.reclaimed:type_name -> maru.v1.PageEvent
-	43, // 19: maru.v1.ExpandRequest.medium:type_name -> maru.v1.Medium
-	45, // 20: maru.v1.ExpandResponse.handle:type_name -> maru.v1.RegionHandle
-	46, // 21: maru.v1.ExpandResponse.place:type_name -> maru.v1.RegionPlace
-	45, // 22: maru.v1.SharedRegion.handle:type_name -> maru.v1.RegionHandle
-	46, // 23: maru.v1.SharedRegion.place:type_name -> maru.v1.RegionPlace
-	47, // 24: maru.v1.SharedRegion.problem:type_name -> maru.v1.Problem
-	23, // 25: maru.v1.DescribeRegionsResponse.regions:type_name -> maru.v1.SharedRegion
-	47, // 26: maru.v1.DeleteResponse.results:type_name -> maru.v1.Problem
-	44, // 27: maru.v1.PoolUsage.pool:type_name -> maru.v1.PoolInfo
-	36, // 28: maru.v1.MediumUsage.pools:type_name -> maru.v1.PoolUsage
-	42, // 29: maru.v1.SessionUsage.role:type_name -> maru.v1.Role
-	37, // 30: maru.v1.UsageResponse.cpu_storage:type_name -> maru.v1.MediumUsage
-	37, // 31: maru.v1.UsageResponse.l1_storage:type_name -> maru.v1.MediumUsage
-	38, // 32: maru.v1.UsageResponse.sessions:type_name -> maru.v1.SessionUsage
-	40, // 33: maru.v1.UsageResponse.counters:type_name -> maru.v1.UsageResponse.CountersEntry
-	2,  // 34: maru.v1.MetadataServer.Open:input_type -> maru.v1.OpenRequest
-	7,  // 35: maru.v1.MetadataServer.Heartbeat:input_type -> maru.v1.HeartbeatRequest
-	9,  // 36: maru.v1.MetadataServer.Events:input_type -> maru.v1.EventsRequest
-	16, // 37: maru.v1.MetadataServer.Acknowledge:input_type -> maru.v1.AcknowledgeRequest
-	18, // 38: maru.v1.MetadataServer.Expand:input_type -> maru.v1.ExpandRequest
-	20, // 39: maru.v1.MetadataServer.Return:input_type -> maru.v1.ReturnRequest
-	22, // 40: maru.v1.MetadataServer.DescribeRegions:input_type -> maru.v1.DescribeRegionsRequest
-	25, // 41: maru.v1.MetadataServer.ProveDomains:input_type -> maru.v1.ProveDomainsRequest
-	27, // 42: maru.v1.MetadataServer.ReportUnreachable:input_type -> maru.v1.ReportUnreachableRequest
-	29, // 43: maru.v1.MetadataServer.Delete:input_type -> maru.v1.DeleteRequest
-	31, // 44: maru.v1.MetadataServer.DeleteNamespace:input_type -> maru.v1.DeleteNamespaceRequest
-	33, // 45: maru.v1.MetadataServer.Close:input_type -> maru.v1.CloseRequest
-	35, // 46: maru.v1.MetadataServer.Usage:input_type -> maru.v1.UsageRequest
-	0,  // 47: maru.v1.MetadataServer.DescribeServer:input_type -> maru.v1.DescribeServerRequest
-	5,  // 48: maru.v1.MetadataServer.Open:output_type -> maru.v1.OpenResponse
-	8,  // 49: maru.v1.MetadataServer.Heartbeat:output_type -> maru.v1.HeartbeatResponse
-	10, // 50: maru.v1.MetadataServer.Events:output_type -> maru.v1.EventBatch
-	17, // 51: maru.v1.MetadataServer.Acknowledge:output_type -> maru.v1.AcknowledgeResponse
-	19, // 52: maru.v1.MetadataServer.Expand:output_type -> maru.v1.ExpandResponse
-	21, // 53: maru.v1.MetadataServer.Return:output_type -> maru.v1.ReturnResponse
-	24, // 54: maru.v1.MetadataServer.DescribeRegions:output_type -> maru.v1.DescribeRegionsResponse
-	26, // 55: maru.v1.MetadataServer.ProveDomains:output_type -> maru.v1.ProveDomainsResponse
-	28, // 56: maru.v1.MetadataServer.ReportUnreachable:output_type -> maru.v1.ReportUnreachableResponse
-	30, // 57: maru.v1.MetadataServer.Delete:output_type -> maru.v1.DeleteResponse
-	32, // 58: maru.v1.MetadataServer.DeleteNamespace:output_type -> maru.v1.DeleteNamespaceResponse
-	34, // 59: maru.v1.MetadataServer.Close:output_type -> maru.v1.CloseResponse
-	39, // 60: maru.v1.MetadataServer.Usage:output_type -> maru.v1.UsageResponse
-	1,  // 61: maru.v1.MetadataServer.DescribeServer:output_type -> maru.v1.DescribeServerResponse
-	48, // [48:62] is the sub-list for method output_type
-	34, // [34:48] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	6,  // 8: maru.v1.OpenResponse.workers:type_name -> maru.v1.EngineWorker
+	7,  // 9: maru.v1.HeartbeatRequest.uses:type_name -> maru.v1.PoolUse
+	11, // 10: maru.v1.HeartbeatResponse.events:type_name -> maru.v1.EventBatch
+	6,  // 11: maru.v1.HeartbeatResponse.workers:type_name -> maru.v1.EngineWorker
+	12, // 12: maru.v1.EventBatch.events:type_name -> maru.v1.Event
+	13, // 13: maru.v1.Event.retire:type_name -> maru.v1.PageEvent
+	13, // 14: maru.v1.Event.reclaim:type_name -> maru.v1.PageEvent
+	14, // 15: maru.v1.Event.drain:type_name -> maru.v1.DrainEvent
+	15, // 16: maru.v1.Event.fence:type_name -> maru.v1.FenceEvent
+	16, // 17: maru.v1.Event.pools:type_name -> maru.v1.PoolsEvent
+	4,  // 18: maru.v1.PoolsEvent.pools:type_name -> maru.v1.PoolRef
+	13, // 19: maru.v1.AcknowledgeRequest.marks_cleared:type_name -> maru.v1.PageEvent
+	13, // 20: maru.v1.AcknowledgeRequest.reclaimed:type_name -> maru.v1.PageEvent
+	44, // 21: maru.v1.ExpandRequest.medium:type_name -> maru.v1.Medium
+	46, // 22: maru.v1.ExpandResponse.handle:type_name -> maru.v1.RegionHandle
+	47, // 23: maru.v1.ExpandResponse.place:type_name -> maru.v1.RegionPlace
+	46, // 24: maru.v1.SharedRegion.handle:type_name -> maru.v1.RegionHandle
+	47, // 25: maru.v1.SharedRegion.place:type_name -> maru.v1.RegionPlace
+	48, // 26: maru.v1.SharedRegion.problem:type_name -> maru.v1.Problem
+	24, // 27: maru.v1.DescribeRegionsResponse.regions:type_name -> maru.v1.SharedRegion
+	48, // 28: maru.v1.DeleteResponse.results:type_name -> maru.v1.Problem
+	45, // 29: maru.v1.PoolUsage.pool:type_name -> maru.v1.PoolInfo
+	37, // 30: maru.v1.MediumUsage.pools:type_name -> maru.v1.PoolUsage
+	43, // 31: maru.v1.SessionUsage.role:type_name -> maru.v1.Role
+	38, // 32: maru.v1.UsageResponse.cpu_storage:type_name -> maru.v1.MediumUsage
+	38, // 33: maru.v1.UsageResponse.l1_storage:type_name -> maru.v1.MediumUsage
+	39, // 34: maru.v1.UsageResponse.sessions:type_name -> maru.v1.SessionUsage
+	41, // 35: maru.v1.UsageResponse.counters:type_name -> maru.v1.UsageResponse.CountersEntry
+	2,  // 36: maru.v1.MetadataServer.Open:input_type -> maru.v1.OpenRequest
+	8,  // 37: maru.v1.MetadataServer.Heartbeat:input_type -> maru.v1.HeartbeatRequest
+	10, // 38: maru.v1.MetadataServer.Events:input_type -> maru.v1.EventsRequest
+	17, // 39: maru.v1.MetadataServer.Acknowledge:input_type -> maru.v1.AcknowledgeRequest
+	19, // 40: maru.v1.MetadataServer.Expand:input_type -> maru.v1.ExpandRequest
+	21, // 41: maru.v1.MetadataServer.Return:input_type -> maru.v1.ReturnRequest
+	23, // 42: maru.v1.MetadataServer.DescribeRegions:input_type -> maru.v1.DescribeRegionsRequest
+	26, // 43: maru.v1.MetadataServer.ProveDomains:input_type -> maru.v1.ProveDomainsRequest
+	28, // 44: maru.v1.MetadataServer.ReportUnreachable:input_type -> maru.v1.ReportUnreachableRequest
+	30, // 45: maru.v1.MetadataServer.Delete:input_type -> maru.v1.DeleteRequest
+	32, // 46: maru.v1.MetadataServer.DeleteNamespace:input_type -> maru.v1.DeleteNamespaceRequest
+	34, // 47: maru.v1.MetadataServer.Close:input_type -> maru.v1.CloseRequest
+	36, // 48: maru.v1.MetadataServer.Usage:input_type -> maru.v1.UsageRequest
+	0,  // 49: maru.v1.MetadataServer.DescribeServer:input_type -> maru.v1.DescribeServerRequest
+	5,  // 50: maru.v1.MetadataServer.Open:output_type -> maru.v1.OpenResponse
+	9,  // 51: maru.v1.MetadataServer.Heartbeat:output_type -> maru.v1.HeartbeatResponse
+	11, // 52: maru.v1.MetadataServer.Events:output_type -> maru.v1.EventBatch
+	18, // 53: maru.v1.MetadataServer.Acknowledge:output_type -> maru.v1.AcknowledgeResponse
+	20, // 54: maru.v1.MetadataServer.Expand:output_type -> maru.v1.ExpandResponse
+	22, // 55: maru.v1.MetadataServer.Return:output_type -> maru.v1.ReturnResponse
+	25, // 56: maru.v1.MetadataServer.DescribeRegions:output_type -> maru.v1.DescribeRegionsResponse
+	27, // 57: maru.v1.MetadataServer.ProveDomains:output_type -> maru.v1.ProveDomainsResponse
+	29, // 58: maru.v1.MetadataServer.ReportUnreachable:output_type -> maru.v1.ReportUnreachableResponse
+	31, // 59: maru.v1.MetadataServer.Delete:output_type -> maru.v1.DeleteResponse
+	33, // 60: maru.v1.MetadataServer.DeleteNamespace:output_type -> maru.v1.DeleteNamespaceResponse
+	35, // 61: maru.v1.MetadataServer.Close:output_type -> maru.v1.CloseResponse
+	40, // 62: maru.v1.MetadataServer.Usage:output_type -> maru.v1.UsageResponse
+	1,  // 63: maru.v1.MetadataServer.DescribeServer:output_type -> maru.v1.DescribeServerResponse
+	50, // [50:64] is the sub-list for method output_type
+	36, // [36:50] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_maru_v1_server_proto_init() }
@@ -3265,7 +3363,7 @@ func file_maru_v1_server_proto_init() {
 	}
 	file_maru_v1_common_proto_init()
 	file_maru_v1_rm_proto_init()
-	file_maru_v1_server_proto_msgTypes[11].OneofWrappers = []any{
+	file_maru_v1_server_proto_msgTypes[12].OneofWrappers = []any{
 		(*Event_Retire)(nil),
 		(*Event_Reclaim)(nil),
 		(*Event_Drain)(nil),
@@ -3278,7 +3376,7 @@ func file_maru_v1_server_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_maru_v1_server_proto_rawDesc), len(file_maru_v1_server_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   41,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
