@@ -137,6 +137,12 @@ func DecodeAcquireAnswer(payload []byte, m *AcquireAnswer) error {
 	}
 	m.Manifests = c.u32()
 	m.Rows = c.rows(c.u32(), AcquireRowBytes, MaxKeys)
+	c.reserved(m.Rows, AcquireRowBytes, 1, 4)
+	c.reserved(m.Rows, AcquireRowBytes, 12, 16)
+	for i := 0; i < len(m.Rows); i += AcquireRowBytes {
+		c.bad = c.bad || Verdict(m.Rows[i]) > maxVerdict
+	}
+	c.bad = c.bad || uint64(m.Manifests) > MaxKeys
 	return c.end(OpAcquire, "answer")
 }
 
@@ -223,5 +229,6 @@ func DecodeReleaseAnswer(payload []byte, m *ReleaseAnswer) error {
 	n := c.u32()
 	c.zero(4)
 	m.Held = c.rows(n, 1, MaxKeys)
+	c.atMost(m.Held, 1)
 	return c.end(OpRelease, "answer")
 }

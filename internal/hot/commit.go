@@ -76,6 +76,7 @@ func DecodeCommit(payload []byte, m *CommitRequest) error {
 	m.Operation = c.operation()
 	m.Namespace = base.NamespaceNumber(c.u32())
 	m.Rows = c.rows(c.u32(), CommitRowBytes, MaxKeys)
+	c.reserved(m.Rows, CommitRowBytes, 60, 64)
 	return c.end(OpCommit, "request")
 }
 
@@ -127,6 +128,7 @@ func DecodeCommitAnswer(payload []byte) (CommitResults, error) {
 	n := c.u32()
 	c.zero(4)
 	out := CommitResults(c.rows(n, commitResultBytes, MaxKeys))
+	c.reserved(out, commitResultBytes, 4, 8)
 	return out, c.end(OpCommit, "answer")
 }
 
@@ -196,6 +198,7 @@ func DecodeResolveAnswer(payload []byte, m *ResolveAnswer) error {
 	m.Outcome = Outcome(c.u8())
 	c.zero(3)
 	m.Results = c.rows(c.u32(), commitResultBytes, MaxKeys)
+	c.reserved(m.Results, commitResultBytes, 4, 8)
 	if m.Outcome > OutcomeAborted || (m.Outcome != OutcomeCommitted && len(m.Results) != 0) {
 		c.bad = true
 	}

@@ -111,20 +111,43 @@ type Reader struct {
 	src        io.Reader
 	buf        []byte
 	start, end int
+	maxPayload uint32
+	idle       int // frames in a row that left most of the buffer unused
 }
 
-// NewReader reads frames from src. The buffer starts small and grows to the
-// largest frame seen, at most MaxPayloadBytes + HeaderBytes.
-func NewReader(src io.Reader) *Reader { return &Reader{src: src, buf: make([]byte, 4096)} }
+// smallBufferBytes is where a reader starts and what it never shrinks below;
+// shrinkAfterFrames small frames in a row halve a larger buffer, so that one large
+// frame does not cost a connection its memory for ever.
+const (
+	smallBufferBytes  = 4096
+	shrinkAfterFrames = 1024
+)
+
+// NewReader reads frames from src. The buffer starts small, grows to the largest
+// frame seen, at most MaxPayloadBytes + HeaderBytes, and shrinks again.
+func NewReader(src io.Reader) *Reader {
+	return &Reader{src: src, buf: make([]byte, smallBufferBytes), maxPayload: MaxPayloadBytes}
+}
+
+// SetMaxPayload bounds the payload of later frames, at most MaxPayloadBytes. A
+// server keeps it small until the peer has proved its session: otherwise a header
+// alone would make it allocate a megabyte for a stranger.
+func (r *Reader) SetMaxPayload(bytes int) {
+	r.maxPayload = uint32(min(max(bytes, 0), MaxPayloadBytes)) //nolint:gosec // bounded
+}
 
 // Next returns the next frame. io.EOF means a clean end between two frames.
 func (r *Reader) Next() (Header, []byte, error) {
+	r.shrink()
 	if err := r.fill(HeaderBytes); err != nil {
 		return Header{}, nil, err
 	}
 	h, err := DecodeHeader(r.buf[r.start:])
 	if err != nil {
 		return h, nil, err
+	}
+	if h.PayloadBytes > r.maxPayload {
+		return h, nil, fmt.Errorf("%w: hot frame payload of %d bytes, at most %d here", base.ErrInvalid, h.PayloadBytes, r.maxPayload)
 	}
 	whole := HeaderBytes + int(h.PayloadBytes)
 	if err := r.fill(whole); err != nil {
@@ -136,6 +159,15 @@ func (r *Reader) Next() (Header, []byte, error) {
 	payload := r.buf[r.start+HeaderBytes : r.start+whole : r.start+whole]
 	r.start += whole
 	return h, payload, nil
+}
+
+// shrink gives a buffer back that has been too large for a while.
+func (r *Reader) shrink() {
+	if r.end > len(r.buf)/4 {
+		r.idle = 0
+	} else if r.idle++; r.idle > shrinkAfterFrames && len(r.buf) > smallBufferBytes && r.start == r.end {
+		r.buf, r.start, r.end, r.idle = make([]byte, len(r.buf)/2), 0, 0, 0
+	}
 }
 
 // fill makes need bytes available from r.start on.

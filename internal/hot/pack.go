@@ -2,6 +2,7 @@ package hot
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/xcena-dev/maru/internal/base"
 )
@@ -87,6 +88,28 @@ func (c *cursor) rows(count uint32, size, maxCount int) []byte {
 	return out
 }
 
+// reserved checks that bytes [from, to) of every row of size bytes are zero. A
+// row with something in its reserved bytes comes from a peer that means more than
+// this side understands, and encodings stay canonical: one message, one frame.
+func (c *cursor) reserved(rows []byte, size, from, to int) {
+	var sum byte
+	for ; len(rows) >= size; rows = rows[size:] {
+		for _, v := range rows[from:to] {
+			sum |= v
+		}
+	}
+	c.bad = c.bad || sum != 0
+}
+
+// atMost checks that no byte of an array is above limit.
+func (c *cursor) atMost(bytes []byte, limit byte) {
+	var top byte
+	for _, v := range bytes {
+		top = max(top, v)
+	}
+	c.bad = c.bad || top > limit
+}
+
 // end checks that everything was read.
 func (c *cursor) end(op Op, what string) error {
 	if c.bad || len(c.b) != 0 {
@@ -124,9 +147,9 @@ func (c *cursor) operation() Operation {
 // AppendError appends a whole answer frame that reports an error. Texts are cut
 // at 512 bytes.
 func AppendError(dst []byte, op Op, id uint64, err error) []byte {
-	text := err.Error()
+	text := strings.ToValidUTF8(err.Error(), "?")
 	if len(text) > 512 {
-		text = text[:512]
+		text = strings.ToValidUTF8(text[:512], "")
 	}
 	start := len(dst)
 	dst = appendHeader(dst, op, FlagAnswer, id)

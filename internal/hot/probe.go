@@ -25,6 +25,7 @@ const (
 	NotTried Verdict = 3 // behind the first miss of a prefix
 
 	statusMask  Verdict = 3
+	maxVerdict  Verdict = 31
 	mediumShift         = 2
 )
 
@@ -118,6 +119,7 @@ func DecodeProbeAnswer(payload []byte, m *ProbeAnswer) error {
 	}
 	m.LeadingHits = c.u32()
 	m.Verdicts = c.rows(c.u32(), 1, MaxKeys)
+	c.atMost(m.Verdicts, byte(maxVerdict))
 	if uint64(m.LeadingHits) > uint64(len(m.Verdicts)) {
 		c.bad = true
 	}

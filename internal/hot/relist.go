@@ -119,6 +119,9 @@ func DecodeRelist(payload []byte, m *RelistRequest) error {
 	m.Pages = c.rows(pages, relistPageBytes, MaxKeys)
 	m.Leases = c.rows(leases, relistLeaseBytes, MaxKeys)
 	c.bad = c.bad || last > 1
+	c.reserved(m.Pages, relistPageBytes, 60, 64)
+	c.reserved(m.Pages, relistPageBytes, CommitRowBytes+9, relistPageBytes)
+	c.reserved(m.Leases, relistLeaseBytes, 37, relistLeaseBytes)
 	for i := range m.Pages.Len() {
 		if s := m.Pages.At(i).State; s < RelistReady || s > RelistUncertain {
 			c.bad = true
@@ -166,5 +169,6 @@ func DecodeRelistAnswer(payload []byte, m *RelistAnswer) error {
 	n := c.u32()
 	c.zero(4)
 	m.Results = c.rows(n, 1, MaxKeys)
+	c.atMost(m.Results, byte(RelistRefused))
 	return c.end(OpRelist, "answer")
 }
