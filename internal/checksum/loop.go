@@ -54,3 +54,36 @@ func lastPortable(dst, src []byte, a *accumulators, s *secret) {
 	w := stripeAt((*[stripeBytes]byte)(dst))
 	a.stripe(&w, s, lastAt)
 }
+
+// agrees compares the loops of k with the portable ones: both placings, more than a
+// block, a start inside a block, and the last stripe.
+func agrees(k kernel) bool {
+	const n = 3 * blockBytes
+	var from, to [n + stripeBytes]byte
+	line := int(-addressOf(to[:]) % stripeBytes)
+	for i := range from {
+		from[i] = byte(i*i>>3 ^ i)
+	}
+	var s secret
+	s.derive(prime64x5)
+	for _, p := range []placing{cached, streamed} {
+		want, got := startAccumulators, startAccumulators
+		at := absorbPortable(from[:n-stripeBytes], &want, &s, 5)
+		w := stripeAt((*[stripeBytes]byte)(from[n-stripeBytes:]))
+		want.stripe(&w, &s, lastAt)
+		clear(to[:])
+		out := to[line : line+n]
+		if k.fuse(out, from[:n-stripeBytes], &got, &s, 5, p) != at {
+			return false
+		}
+		k.last(out[n-stripeBytes:], from[n-stripeBytes:n], &got, &s, p)
+		k.fence()
+		if got != want || [n]byte(out) != [n]byte(from[:n]) {
+			return false
+		}
+	}
+	clear(to[:])
+	k.copy(to[1:1+n], from[:n])
+	k.fence()
+	return [n]byte(to[1:1+n]) == [n]byte(from[:n])
+}
