@@ -7,7 +7,8 @@ import "strings"
 type layer int
 
 const (
-	// words: identifiers, errors, assertions. They import nothing above them.
+	// words: identifiers, errors, assertions, plain memory. They import nothing
+	// above them.
 	words layer = iota
 	// cores: requests and a time in, effects out. No I/O, clock or goroutine.
 	cores
@@ -31,6 +32,7 @@ func (l layer) String() string {
 var layers = map[string]layer{
 	"internal/base":       words,
 	"internal/invariants": words,
+	"internal/offheap":    words,
 	"api":                 words,
 
 	"internal/checksum":  cores,
@@ -42,19 +44,23 @@ var layers = map[string]layer{
 	"internal/poolfmt":   cores,
 	"internal/rm/core":   cores,
 	"internal/session":   cores,
-	"internal/transfer":  cores,
+	// The contract alone, which a core fills batches for; who keeps them is a shell.
+	"internal/store":    cores,
+	"internal/transfer": cores,
 
-	"internal/fabric":   shells,
-	"internal/flush":    shells,
-	"internal/gpu":      shells,
-	"internal/leak":     shells,
-	"internal/media":    shells,
-	"internal/node":     shells,
-	"internal/obs":      shells,
-	"internal/peer":     shells,
-	"internal/rpc":      shells,
-	"internal/settings": shells,
-	"internal/store":    shells,
+	"internal/fabric":          shells,
+	"internal/flush":           shells,
+	"internal/gpu":             shells,
+	"internal/leak":            shells,
+	"internal/media":           shells,
+	"internal/node":            shells,
+	"internal/obs":             shells,
+	"internal/peer":            shells,
+	"internal/rpc":             shells,
+	"internal/settings":        shells,
+	"internal/store/bolt":      shells,
+	"internal/store/etcd":      shells,
+	"internal/store/storetest": shells,
 
 	"client":          services,
 	"internal/agent":  services,

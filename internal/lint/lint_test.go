@@ -101,7 +101,7 @@ func TestRules(t *testing.T) {
 		{"a core with a clock by another name", "internal/session/x.go", "package session\nimport clock \"time\"\nvar now = clock.Now", "may not use time.Now"},
 		{"a core with a duration", "internal/session/x.go", "package session\nimport \"time\"\nvar _ time.Duration = time.Second", ""},
 		{"a core with a goroutine", "internal/transfer/x.go", "package transfer\nfunc f() { go f() }", "starts no goroutine"},
-		{"a shell with a goroutine and a clock", "internal/store/x.go", "package store\nimport \"time\"\nfunc f() { go f(); time.Sleep(1) }", ""},
+		{"a shell with a goroutine and a clock", "internal/store/bolt/x.go", "package bolt\nimport \"time\"\nfunc f() { go f(); time.Sleep(1) }", ""},
 		{"cgo elsewhere", "internal/media/dax/x.go", "package dax\nimport \"C\"", "cgo is allowed in"},
 		{"cgo below a package that may", "cmd/libmaru/deeper/x.go", "package deeper\nimport \"C\"", "cgo is allowed in"},
 		{"cgo in the exports", "cmd/libmaru/x.go", "package main\nimport \"C\"", ""},

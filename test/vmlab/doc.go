@@ -1,0 +1,33 @@
+// Package vmlab boots virtual machines that have a real /dev/dax0.0, for the
+// tests that no emulation can stand in for: what the kernel says of a device-DAX
+// in sysfs, which system calls it refuses, what survives a crash of the host. The
+// machines run under QEMU without KVM, boot in seconds and need no hardware; the
+// host has to be root only to install packages.
+//
+// It is not a performance lab: memory runs at the speed of emulation, 10 to 50
+// MB/s. It is not proof of cache flushes either: the host's page cache is the
+// memory of the pool, and it is coherent whatever the guest flushes.
+//
+// A machine is Debian's kernel and an initial file system of busybox, the kernel
+// modules of device-DAX and a job agent (guest/init). The pool is a sparse file
+// that QEMU shows as an NVDIMM; a block that we write into it (pool.go) makes the
+// kernel take it as a device-DAX at boot, so the guest needs no tools to set it
+// up. The file outlives the machine: Crash and Start on it are the loss and the
+// return of a host. Programs come from the host: a folder of it is mounted at
+// /host, and static Go programs (Program) run from there.
+//
+// Build tag: vmlab. Run it by `make vmlab`.
+//
+// Facts measured here, which tests may lean on:
+//  1. /sys/bus/dax/devices/dax0.0 has size 266338304 for a pool of 256 MiB, align
+//     2097152, target_node 0; /sys/dev/char/MAJOR:MINOR leads to it; there is no
+//     /sys/class/dax; minors change from boot to boot.
+//  2. A device-DAX has a stat size of 0; pread, pwrite, ftruncate, fsync and msync
+//     give EINVAL, so do MAP_PRIVATE and unaligned lengths or offsets.
+//  3. A mapping past the end succeeds, its use is SIGBUS; unbinding the driver
+//     under a mapping is SIGBUS as well.
+//  4. /proc/sys/kernel/random/boot_id differs from machine to machine and from
+//     boot to boot.
+//  5. With `-smp 1` alone QEMU makes locked instructions non-atomic between
+//     machines that share a pool; `-smp 1,maxcpus=2` does not.
+package vmlab

@@ -1,0 +1,187 @@
+//go:build vmlab
+
+package vmlab
+
+import (
+	"bytes"
+	"debug/elf"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// cpio builds an archive of the "new ASCII" format that the kernel unpacks as its
+// first file system. Source: Linux, Documentation/driver-api/early-userspace/
+// buffer-format.rst.
+type cpio struct {
+	buf   bytes.Buffer
+	inode int
+}
+
+func (c *cpio) add(name string, mode int, data []byte) {
+	c.inode++
+	fmt.Fprintf(&c.buf, "070701%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x",
+		c.inode, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(name)+1, 0)
+	c.buf.WriteString(name)
+	c.buf.WriteByte(0)
+	c.pad()
+	c.buf.Write(data)
+	c.pad()
+}
+
+func (c *cpio) pad() {
+	for c.buf.Len()%4 != 0 {
+		c.buf.WriteByte(0)
+	}
+}
+
+func (c *cpio) dir(name string)               { c.add(name, 0o040755, nil) }
+func (c *cpio) link(name, target string)      { c.add(name, 0o120777, []byte(target)) }
+func (c *cpio) file(name string, b []byte)    { c.add(name, 0o100644, b) }
+func (c *cpio) program(name string, b []byte) { c.add(name, 0o100755, b) }
+
+func (c *cpio) bytes() []byte {
+	c.inode = -1
+	c.add("TRAILER!!!", 0, nil)
+	return c.buf.Bytes()
+}
+
+// wantedModules are loaded at boot, in this order, after what they depend on:
+// the bus and the folder of the host, then the NVDIMM up to the device-DAX. The
+// checksum is what the NVDIMM core asks for by name at run time.
+var wantedModules = []string{"virtio_pci", "9p", "9pnet_virtio", "crc32_generic", "nfit", "nd_pmem", "dax_pmem", "device_dax"}
+
+// moduleTree are the modules of one kernel, by name.
+type moduleTree struct {
+	files    map[string]string
+	builtin  map[string]bool
+	contents map[string][]byte
+}
+
+func openModules(root string) (*moduleTree, error) {
+	m := &moduleTree{files: map[string]string{}, builtin: map[string]bool{}, contents: map[string][]byte{}}
+	name := func(p string) string {
+		base, _, _ := strings.Cut(path.Base(p), ".ko")
+		return strings.ReplaceAll(base, "-", "_")
+	}
+	err := filepath.WalkDir(root, func(p string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.Name() == "modules.builtin":
+			list, err := os.ReadFile(p)
+			for _, f := range strings.Fields(string(list)) {
+				m.builtin[name(f)] = true
+			}
+			return err
+		case strings.Contains(d.Name(), ".ko"):
+			m.files[name(p)] = p
+		}
+		return nil
+	})
+	return m, err
+}
+
+// read returns the object code of a module, decompressed.
+func (m *moduleTree) read(name string) ([]byte, error) {
+	if b, ok := m.contents[name]; ok {
+		return b, nil
+	}
+	file := m.files[name]
+	var b []byte
+	var err error
+	switch filepath.Ext(file) {
+	case ".ko":
+		b, err = os.ReadFile(file)
+	case ".xz":
+		b, err = exec.Command("xz", "-dc", file).Output()
+	default:
+		err = fmt.Errorf("module %s is packed in a way that is not known: %s", name, file)
+	}
+	if err != nil {
+		return nil, err
+	}
+	m.contents[name] = b
+	return b, nil
+}
+
+// order appends name to list behind everything that it depends on.
+func (m *moduleTree) order(list []string, name string) ([]string, error) {
+	if m.builtin[name] || slices.Contains(list, name) {
+		return list, nil
+	}
+	if m.files[name] == "" {
+		return nil, fmt.Errorf("the kernel has no module %s, neither built in nor as a file", name)
+	}
+	code, err := m.read(name)
+	if err != nil {
+		return nil, err
+	}
+	object, err := elf.NewFile(bytes.NewReader(code))
+	if err != nil {
+		return nil, fmt.Errorf("module %s: %w", name, err)
+	}
+	section := object.Section(".modinfo")
+	if section == nil {
+		return nil, fmt.Errorf("module %s says nothing about itself", name)
+	}
+	info, err := section.Data()
+	if err != nil {
+		return nil, fmt.Errorf("module %s: %w", name, err)
+	}
+	for _, entry := range strings.Split(string(info), "\x00") {
+		needs, ok := strings.CutPrefix(entry, "depends=")
+		if !ok || needs == "" {
+			continue
+		}
+		for _, need := range strings.Split(needs, ",") {
+			if list, err = m.order(list, strings.ReplaceAll(need, "-", "_")); err != nil {
+				return nil, fmt.Errorf("%s needs: %w", name, err)
+			}
+		}
+	}
+	return append(list, name), nil
+}
+
+// makeInitrd returns the first file system of a machine.
+func makeInitrd(modules *moduleTree, busybox, init []byte) ([]byte, error) {
+	var c cpio
+	for _, d := range []string{"bin", "sbin", "usr", "usr/bin", "usr/sbin", "etc", "lib", "lib/modules", "proc", "sys", "dev", "host", "root", "tmp", "run"} {
+		c.dir(d)
+	}
+	c.program("bin/busybox", busybox)
+	applets, err := exec.Command("busybox", "--list").Output()
+	if err != nil {
+		return nil, fmt.Errorf("busybox --list: %w", err)
+	}
+	for _, a := range strings.Fields(string(applets)) {
+		if a != "busybox" {
+			c.link("bin/"+a, "busybox")
+		}
+	}
+	var list []string
+	for _, m := range wantedModules {
+		if list, err = modules.order(list, m); err != nil {
+			return nil, err
+		}
+	}
+	var etc strings.Builder
+	for _, m := range list {
+		b, err := modules.read(m)
+		if err != nil {
+			return nil, err
+		}
+		c.file("lib/modules/"+m+".ko", b)
+		fmt.Fprintf(&etc, "/lib/modules/%s.ko\n", m)
+	}
+	c.file("etc/modules", []byte(etc.String()))
+	c.file("etc/passwd", []byte("root:x:0:0:root:/root:/bin/sh\n"))
+	c.file("etc/group", []byte("root:x:0:\n"))
+	c.program("init", init)
+	return c.bytes(), nil
+}

@@ -1,0 +1,300 @@
+//go:build vmlab
+
+package vmlab
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+const (
+	// bootTimeout is far above the 3 s of a boot: the host may be busy.
+	bootTimeout = 90 * time.Second
+	// RunTimeout bounds one command of Run.
+	RunTimeout = 120 * time.Second
+	// pollEvery is how often the host looks for the files of the agent.
+	pollEvery = 20 * time.Millisecond
+)
+
+// VM is one machine on one pool. The pool and the shared folder live as long as
+// the test; the machine ends with it.
+//
+// Concurrency: Start, Crash and PowerOff belong to the test's goroutine; Run, Try
+// and Go may be called from several while the machine is up.
+type VM struct {
+	t     testing.TB
+	img   image
+	dir   string // console, logs
+	share string // /host in the guest
+	pool  string
+	boots int
+	jobs  chan int
+
+	process *os.Process
+	ended   chan struct{} // closed when process is gone
+}
+
+// Result is what a command in a machine left.
+type Result struct {
+	Stdout, Stderr string
+	// Status is the exit status; of a command that died of signal n, 128 + n.
+	Status int
+}
+
+// Boot makes a fresh pool, boots a machine on it and waits until it takes
+// commands. The test is skipped when the host lacks a prerequisite (prepare).
+func Boot(t testing.TB) *VM {
+	t.Helper()
+	v := &VM{t: t, img: prepare(t), dir: t.TempDir(), share: t.TempDir(), jobs: make(chan int, 1)}
+	v.jobs <- 0
+	v.pool = filepath.Join(v.dir, "pool.img")
+	if err := makePool(v.pool, DefaultPoolBytes); err != nil {
+		t.Fatalf("vmlab: make the pool: %v", err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("vmlab: console of the machine:\n%s", v.tail("console"))
+		}
+		v.kill()
+	})
+	v.Start()
+	return v
+}
+
+// Start boots the machine on the pool as it is, after Crash or PowerOff.
+func (v *VM) Start() {
+	v.t.Helper()
+	if v.process != nil {
+		v.t.Fatal("vmlab: Start of a machine that runs")
+	}
+	jobs := filepath.Join(v.share, "jobs")
+	if err := os.RemoveAll(jobs); err != nil {
+		v.t.Fatalf("vmlab: %v", err)
+	}
+	if err := os.MkdirAll(jobs, 0o755); err != nil {
+		v.t.Fatalf("vmlab: %v", err)
+	}
+	v.boots++
+	from := time.Now()
+	log, err := os.Create(filepath.Join(v.dir, "qemu"))
+	if err != nil {
+		v.t.Fatalf("vmlab: %v", err)
+	}
+	defer log.Close()
+	args := []string{
+		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+		"-machine", "q35,nvdimm=on", "-accel", "tcg,thread=multi", "-cpu", "max,la57=off",
+		// The second, absent processor keeps locked instructions atomic between
+		// machines on one pool.
+		"-smp", "1,maxcpus=2", "-m", "512M,slots=2,maxmem=8G",
+		"-kernel", v.img.kernel, "-initrd", v.img.initrd,
+		"-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check",
+		"-serial", "file:" + filepath.Join(v.dir, "console"),
+		"-object", fmt.Sprintf("memory-backend-file,id=pool,share=on,mem-path=%s,size=%d", v.pool, DefaultPoolBytes),
+		"-device", "nvdimm,id=nv0,memdev=pool",
+		"-fsdev", "local,id=host,path=" + v.share + ",security_model=none,multidevs=remap",
+		"-device", "virtio-9p-pci,fsdev=host,mount_tag=host",
+	}
+	v.process, v.ended, err = spawn(log, "qemu-system-x86_64", args...)
+	if err != nil {
+		v.t.Fatalf("vmlab: start QEMU: %v", err)
+	}
+	deadline := time.Now().Add(bootTimeout)
+	for {
+		if _, err := os.Stat(filepath.Join(jobs, "ready")); err == nil {
+			v.t.Logf("vmlab: boot %d took %d ms", v.boots, time.Since(from).Milliseconds())
+			return
+		}
+		select {
+		case <-v.ended:
+			v.t.Fatalf("vmlab: QEMU ended during boot:\n%s\n%s", v.tail("qemu"), v.tail("console"))
+		case <-time.After(pollEvery):
+		}
+		if time.Now().After(deadline) {
+			v.t.Fatalf("vmlab: no boot within %v:\n%s\n%s", bootTimeout, v.tail("qemu"), v.tail("console"))
+		}
+	}
+}
+
+// spawn starts a program that dies with this test process, however that ends. The
+// kernel ties this to the thread that forked, so one thread stays for it.
+func spawn(log *os.File, name string, args ...string) (*os.Process, chan struct{}, error) {
+	cmd := exec.Command(name, args...)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started, ended := make(chan error), make(chan struct{})
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			// A machine that was killed is no error; one that was not shows in
+			// the command that was waiting for it.
+			_ = cmd.Wait()
+			close(ended)
+		}
+	}()
+	if err := <-started; err != nil {
+		return nil, nil, err
+	}
+	return cmd.Process, ended, nil
+}
+
+// Crash ends the machine as a loss of power would: nothing in it gets to run
+// again. What it had stored in the pool stays.
+func (v *VM) Crash() {
+	v.t.Helper()
+	if v.process == nil {
+		v.t.Fatal("vmlab: Crash of a machine that does not run")
+	}
+	v.kill()
+}
+
+func (v *VM) kill() {
+	if v.process == nil {
+		return
+	}
+	// It may have ended by itself.
+	_ = v.process.Kill()
+	<-v.ended
+	v.process = nil
+}
+
+// PowerOff ends the machine in order.
+func (v *VM) PowerOff() {
+	v.t.Helper()
+	if v.process == nil {
+		v.t.Fatal("vmlab: PowerOff of a machine that does not run")
+	}
+	if err := os.WriteFile(filepath.Join(v.share, "jobs", "poweroff"), nil, 0o644); err != nil {
+		v.t.Fatalf("vmlab: %v", err)
+	}
+	select {
+	case <-v.ended:
+		v.process = nil
+	case <-time.After(RunTimeout):
+		v.t.Fatal("vmlab: the machine does not power off")
+	}
+}
+
+// Run runs a shell command in the machine and returns what it printed. A status
+// other than 0 fails the test.
+func (v *VM) Run(command string) string {
+	v.t.Helper()
+	r := v.Try(command)
+	if r.Status != 0 {
+		v.t.Fatalf("vmlab: %q: status %d\n%s%s", command, r.Status, r.Stdout, r.Stderr)
+	}
+	return r.Stdout
+}
+
+// Try runs a shell command in the machine and returns whatever comes of it.
+func (v *VM) Try(command string) Result {
+	v.t.Helper()
+	return v.Go(command).Wait(RunTimeout)
+}
+
+// Job is a command that runs in a machine.
+type Job struct {
+	v       *VM
+	command string
+	base    string // its files on the host, without suffix
+	ended   chan struct{}
+}
+
+// Go starts a shell command in the machine and does not wait for it.
+func (v *VM) Go(command string) *Job {
+	v.t.Helper()
+	n := <-v.jobs
+	v.jobs <- n + 1
+	j := &Job{v: v, command: command, base: filepath.Join(v.share, "jobs", "j"+strconv.Itoa(n)), ended: v.ended}
+	if err := writeWhole(j.base+".cmd", []byte(command+"\n")); err != nil {
+		v.t.Fatalf("vmlab: %v", err)
+	}
+	return j
+}
+
+// Output is what the job has printed so far.
+func (j *Job) Output() string {
+	out, _ := os.ReadFile(j.base + ".out")
+	errs, _ := os.ReadFile(j.base + ".err")
+	return string(out) + string(errs)
+}
+
+// WaitOutput waits until the job has printed text.
+func (j *Job) WaitOutput(text string, limit time.Duration) {
+	j.v.t.Helper()
+	for deadline := time.Now().Add(limit); !strings.Contains(j.Output(), text); time.Sleep(pollEvery) {
+		if _, err := os.Stat(j.base + ".rc"); err == nil && !strings.Contains(j.Output(), text) {
+			j.v.t.Fatalf("vmlab: %q ended and never printed %q:\n%s", j.command, text, j.Output())
+		}
+		if time.Now().After(deadline) {
+			j.v.t.Fatalf("vmlab: %q has not printed %q within %v:\n%s", j.command, text, limit, j.Output())
+		}
+	}
+}
+
+// Wait returns the result of the job. It fails the test when the machine ends
+// before the job, or the limit passes.
+func (j *Job) Wait(limit time.Duration) Result {
+	j.v.t.Helper()
+	for deadline := time.Now().Add(limit); ; {
+		status, err := os.ReadFile(j.base + ".rc")
+		if err == nil {
+			out, _ := os.ReadFile(j.base + ".out")
+			errs, _ := os.ReadFile(j.base + ".err")
+			n, err := strconv.Atoi(string(bytes.TrimSpace(status)))
+			if err != nil {
+				j.v.t.Fatalf("vmlab: %q left the status %q", j.command, status)
+			}
+			return Result{Stdout: string(out), Stderr: string(errs), Status: n}
+		}
+		select {
+		case <-j.ended:
+			j.v.t.Fatalf("vmlab: the machine ended under %q:\n%s\n%s", j.command, j.Output(), j.v.tail("console"))
+		case <-time.After(pollEvery):
+		}
+		if time.Now().After(deadline) {
+			j.v.t.Fatalf("vmlab: %q did not end within %v:\n%s\n%s", j.command, limit, j.Output(), j.v.tail("console"))
+		}
+	}
+}
+
+// Program builds the Go package pkg ("./cmd/maru") as a static program and returns
+// its path in the machine. The binary stays for every later boot.
+func (v *VM) Program(pkg string) string {
+	v.t.Helper()
+	name := filepath.Base(pkg)
+	cmd := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(v.share, name), pkg)
+	cmd.Dir = treeRoot(v.t)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		v.t.Fatalf("vmlab: build %s: %v\n%s", pkg, err, out)
+	}
+	return "/host/" + name
+}
+
+// Share is the folder of the host that the machine sees at /host.
+func (v *VM) Share() string { return v.share }
+
+// Pool is the pool file. Offset 0 of /dev/dax0.0 is at PoolDataOffset in it.
+func (v *VM) Pool() string { return v.pool }
+
+// tail returns the last lines of a log file of the machine.
+func (v *VM) tail(name string) string {
+	b, _ := os.ReadFile(filepath.Join(v.dir, name))
+	if len(b) > 4000 {
+		b = b[len(b)-4000:]
+	}
+	return string(b)
+}

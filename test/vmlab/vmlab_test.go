@@ -1,0 +1,84 @@
+//go:build vmlab
+
+package vmlab
+
+import (
+	"os"
+	"strings"
+	"testing"
+)
+
+const deviceDAX = "/dev/dax0.0"
+
+// TestDeviceDAX: the lab shows a real device-DAX, and what a static Go program
+// stored in it is there after the machine was lost and came back.
+func TestDeviceDAX(t *testing.T) {
+	vm := Boot(t)
+	sysfs := "/sys/bus/dax/devices/dax0.0"
+	for _, c := range []struct{ what, command, want string }{
+		{"a character device", "test -c " + deviceDAX + " && stat -c %s " + deviceDAX, "0"},
+		{"its size", "cat " + sysfs + "/size", "266338304"},
+		{"its alignment", "cat " + sysfs + "/align", "2097152"},
+		{"its driver", "basename $(readlink " + sysfs + "/driver)", "device_dax"},
+		{"the way from its number", "cat /sys/dev/char/$(cat " + sysfs + "/dev)/size", "266338304"},
+	} {
+		if got := strings.TrimSpace(vm.Run(c.command)); got != c.want {
+			t.Errorf("%s: %q, want %q", c.what, got, c.want)
+		}
+	}
+
+	probe := vm.Program("./test/vmlab/daxprobe")
+	const where = " " + deviceDAX + " 0x400000 0x200000 "
+	bootID := vm.Run("cat /proc/sys/kernel/random/boot_id")
+	if r := vm.Try(probe + " check" + where + "7"); r.Status == 0 {
+		t.Errorf("the pattern is there before it was written: %s", r.Stdout)
+	}
+	vm.Run(probe + " write" + where + "7")
+	vm.Crash()
+	vm.Start()
+	if again := vm.Run("cat /proc/sys/kernel/random/boot_id"); again == bootID {
+		t.Errorf("boot id %s before and after the crash: the machine did not boot again", again)
+	}
+	vm.Run(probe + " check" + where + "7")
+	if r := vm.Try(probe + " check" + where + "8"); r.Status == 0 {
+		t.Errorf("another pattern is found too: the check finds anything: %s", r.Stdout)
+	}
+	vm.PowerOff()
+}
+
+// TestDeviceDAXRefusals: the system calls that a device-DAX refuses, which is why
+// a pool on one is only ever reached through mappings.
+func TestDeviceDAXRefusals(t *testing.T) {
+	vm := Boot(t)
+	probe := vm.Program("./test/vmlab/daxprobe")
+	for _, c := range []struct{ what, command, want string }{
+		{"an unaligned offset", probe + " check " + deviceDAX + " 4096 0x200000 1", "invalid argument"},
+		{"an unaligned length", probe + " check " + deviceDAX + " 0 4096 1", "invalid argument"},
+		{"reading", "dd if=" + deviceDAX + " of=/dev/null bs=4096 count=1", "Invalid argument"},
+		{"writing", "dd if=/dev/zero of=" + deviceDAX + " bs=4096 count=1", "Invalid argument"},
+	} {
+		if r := vm.Try(c.command); r.Status == 0 || !strings.Contains(r.Stderr, c.want) {
+			t.Errorf("%s: status %d, %q; want a failure with %q", c.what, r.Status, r.Stderr, c.want)
+		}
+	}
+}
+
+// TestPoolOffset: the pool file is the memory of the device, at the offset that
+// PoolDataOffset says. Tests that damage a pool from outside lean on it.
+func TestPoolOffset(t *testing.T) {
+	vm := Boot(t)
+	vm.Run(vm.Program("./test/vmlab/daxprobe") + " write " + deviceDAX + " 0 0x200000 3")
+	vm.PowerOff()
+	f, err := os.Open(vm.Pool())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	var got [2]byte
+	if _, err := f.ReadAt(got[:], PoolDataOffset); err != nil {
+		t.Fatal(err)
+	}
+	if got == [2]byte{} {
+		t.Error("the first bytes of the device are not where PoolDataOffset says")
+	}
+}
