@@ -1,0 +1,274 @@
+"""MaruKVConnector: vLLM's connector interface over the two roles.
+
+This module touches vLLM; what it decides lies in scheduler.py and worker.py. It
+uses the eight abstract methods and optional ones of the installed release only
+where they exist (section 1.2 of docs/guide/vllm.md), so newer and older releases
+load it too. Layer hooks are not used: whole blocks are moved between steps (R25).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from maru_vllm.geometry import GeometryError, TensorShape, plan_layers
+from maru_vllm.identity import KVShape, Unsupported, kv_shape, namespace_fields, unsupported_features
+from maru_vllm.messages import StepOrders, StepReport
+from maru_vllm.scheduler import SchedulerRole
+from maru_vllm.settings import Settings, SettingsError, parse_settings
+from maru_vllm.store import open_scheduler, open_worker, piece_bytes
+from maru_vllm.worker import WorkerRole
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MaruKVConnector"]
+
+logger = logging.getLogger("maru.vllm")
+
+_SHUTDOWN_S = 3.0  # the engine kills its workers 5 s after it asked them to end
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):
+    orders: StepOrders
+
+
+@dataclass
+class _WorkerMetadata(KVConnectorWorkerMetadata):
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, _WorkerMetadata)
+        return _WorkerMetadata(self.report.add(other.report))
+
+
+class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types for us
+    """Stores the KV of prompt prefixes in Maru and loads it back.
+
+    Made twice per engine, once for each role, in one process or two. Raises
+    SettingsError with every problem when the configuration cannot be used; a server
+    that is away is no problem: the engine runs without hits until it comes.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings, self._shape, self._chunk_blocks = _configure(vllm_config, kv_cache_config)
+        settings, shape = self._settings, self._shape
+        piece = piece_bytes(shape.page_bytes)
+        fields = namespace_fields(
+            vllm_config,
+            shape,
+            weights=settings.cache_namespace,
+            chunk_tokens=self._chunk_blocks * shape.block_tokens,
+            piece_bytes=piece,
+        )
+        value_bytes = self._chunk_blocks * len(shape.layer_names) * shape.page_bytes
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        self._tables: dict[str, list[int]] = {}
+        if role == KVConnectorRole.SCHEDULER:
+            self._lookup = open_scheduler(settings, fields, piece)
+            self._scheduler = SchedulerRole(
+                self._lookup,
+                block_tokens=shape.block_tokens,
+                chunk_blocks=self._chunk_blocks,
+                min_hit_tokens=settings.min_hit_tokens,
+                worker_count=int(vllm_config.parallel_config.world_size),
+            )
+        else:
+            transfers = open_worker(settings, fields, piece, value_bytes, rank=0, world_size=1)
+            self._worker = WorkerRole(
+                transfers,
+                chunk_blocks=self._chunk_blocks,
+                submit_error=transfers.submit_error,
+                already_code=transfers.already_code,
+                async_store=settings.async_store,
+            )
+        for note in settings.notes:
+            logger.warning("%s", note)
+        logger.info(
+            "Maru connector (%s) for engine %s: backend %s, chunks of %d tokens (%d blocks, %d bytes), server %s",
+            role.name.lower(),
+            settings.engine_id or transfer.engine_id,
+            settings.backend,
+            self._chunk_blocks * shape.block_tokens,
+            self._chunk_blocks,
+            value_bytes,
+            settings.server_url,
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A lost store is a later miss, nothing that a request waits for."""
+        return False
+
+    # -- scheduler role ---------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        if num_external_tokens > 0:
+            self._scheduler.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        scheduled = scheduler_output.num_scheduled_tokens
+        tables = self._block_tables(scheduler_output, scheduled)
+        preempted = sorted(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        orders = self._scheduler.build_orders(scheduled, preempted, tables)
+        self._lookup.keep(self._scheduler.waiting_ids())
+        return _Metadata(orders)
+
+    def _block_tables(self, output: Any, scheduled: dict[str, int]) -> dict[str, Sequence[int]]:
+        """Whole block tables of the scheduled requests: from the engine, or tracked by hand before 0.32 (R17)."""
+        state = getattr(output, "kv_connector_block_state", None)
+        if state is not None:
+            return {r: t[0] for r in scheduled if (t := state.get_block_ids(r)) is not None}
+        for request_id in output.finished_req_ids:
+            self._tables.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        resumed = getattr(cached, "resumed_req_ids", ())
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is None:
+                continue
+            if request_id in resumed:
+                self._tables[request_id] = list(blocks[0])
+            else:
+                self._tables.setdefault(request_id, []).extend(blocks[0])
+        return {r: self._tables[r] for r in scheduled if r in self._tables}
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        meta = getattr(connector_output, "kv_connector_worker_meta", None)
+        self._scheduler.update_output(
+            connector_output.finished_recving or (),
+            set(connector_output.invalid_block_ids or ()),
+            meta.report.stored if isinstance(meta, _WorkerMetadata) else {},
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.request_finished(request), None
+
+    def reset_cache(self) -> bool | None:
+        """Refused: the objects are other engines' too. `maru` deletes a namespace."""
+        logger.warning("reset of the connector's cache is refused: other engines use it; delete the namespace instead")
+        return False
+
+    # -- worker role ------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        tensors = []
+        for name in self._shape.layer_names:
+            t = kv_caches[name]
+            if isinstance(t, (list, tuple)):
+                raise GeometryError(f"layer {name} has a list of state tensors, only attention KV is supported")
+            tensors.append(TensorShape(name, t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.element_size()))
+        layers = plan_layers(
+            tensors, self._shape.num_blocks, self._shape.page_bytes, block_first=self._shape.layout is not None
+        )
+        self._worker.register(layers, self._shape.num_blocks)
+
+    def _orders(self) -> StepOrders | None:
+        if not self.has_connector_metadata():
+            return None  # warm-up and profiling (R29)
+        meta = self._get_connector_metadata()
+        return meta.orders if isinstance(meta, _Metadata) else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None
+        if isinstance(kv_connector_metadata, _Metadata):
+            self._worker.before_overwrite(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        orders = self._orders()
+        if orders is not None:
+            self._worker.start_loads(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end before their request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are stored after the step."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        orders = self._orders()
+        if orders is not None:
+            self._worker.start_stores(orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        sent, received = self._worker.finished()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self._worker is not None
+        report = self._worker.report()
+        return None if report is None else _WorkerMetadata(report)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown(_SHUTDOWN_S)
+        if self._scheduler is not None:
+            self._lookup.close()
+
+
+def _configure(vllm_config: Any, kv_cache_config: Any) -> tuple[Settings, KVShape, int]:
+    """Settings, shape and blocks of a chunk; one SettingsError for everything that is wrong."""
+    transfer = vllm_config.kv_transfer_config
+    problems: list[str] = []
+    settings: Settings | None = None
+    try:
+        settings = parse_settings(
+            transfer.kv_connector_extra_config or {},
+            engine_id=str(transfer.engine_id),
+            kv_role=str(transfer.kv_role),
+            load_failure_policy=getattr(transfer, "kv_load_failure_policy", None),
+        )
+    except SettingsError as e:
+        problems += e.problems
+    problems += unsupported_features(vllm_config)
+    shape: KVShape | None = None
+    try:
+        shape = kv_shape(vllm_config, kv_cache_config)
+    except Unsupported as e:
+        problems.append(str(e))
+    chunk_blocks = 0
+    if settings is not None and shape is not None:
+        chunk_blocks = settings.chunk_tokens // shape.block_tokens
+        if chunk_blocks == 0:
+            problems.append(
+                f"maru_kv_chunk_tokens={settings.chunk_tokens} is less than one engine block of {shape.block_tokens} tokens"
+            )
+    if problems:
+        raise SettingsError(problems)
+    assert settings is not None and shape is not None
+    return settings, shape, chunk_blocks
+

@@ -1,0 +1,158 @@
+"""Which engines may share KV: the fields of the namespace, from vLLM's own configuration.
+
+Both roles compute them from configuration alone, so that they agree before a
+tensor exists; the worker then checks its tensors against them (geometry.py). Model
+paths, ranks of data parallelism, hosts and the storage backend are no part of it
+(ID-07, ID-11, ID-12).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maru.keys import fingerprint_config
+
+__all__ = ["ENGINE_FORMAT", "KVShape", "Unsupported", "kv_shape", "namespace_fields", "unsupported_features"]
+
+# Raised by hand when a vLLM release changes what the bytes of a block mean.
+ENGINE_FORMAT = 1
+
+
+class Unsupported(ValueError):
+    """A feature of the engine that this version does not cache for."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The engine's KV cache as configured. Sizes in bytes, block_tokens in tokens.
+
+    page_bytes: one block of one layer, without padding.
+    """
+
+    block_tokens: int
+    page_bytes: int
+    layer_names: tuple[str, ...]
+    num_blocks: int
+    kv_heads: int
+    head_size: int
+    kv_dtype: str
+    layout: str | None
+
+
+def kv_shape(vllm_config: Any, kv_cache_config: Any) -> KVShape:
+    """Reads the one KV cache group; Unsupported when there are more or of another kind."""
+    groups = list(kv_cache_config.kv_cache_groups)
+    if len(groups) != 1:
+        raise Unsupported(
+            f"{len(groups)} KV cache groups (a hybrid model): only one group of full attention is supported"
+        )
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if "FullAttention" not in kind and "MLA" not in kind:
+        raise Unsupported(f"KV cache of kind {kind}: only full attention is supported")
+    page = getattr(spec, "unpadded_page_size_bytes", None) or getattr(spec, "real_page_size_bytes", None)
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
+        vllm_config.cache_config, "kv_cache_layout", None
+    )
+    return KVShape(
+        block_tokens=int(spec.block_size),
+        page_bytes=int(page or spec.page_size_bytes),
+        layer_names=tuple(groups[0].layer_names),
+        num_blocks=int(kv_cache_config.num_blocks),
+        kv_heads=int(getattr(spec, "num_kv_heads", 1)),
+        head_size=int(getattr(spec, "head_size", 0)),
+        kv_dtype=_name(getattr(spec, "dtype", "")),
+        layout=str(layout) if layout else None,
+    )
+
+
+def unsupported_features(vllm_config: Any) -> list[str]:
+    """Every feature in use that this version refuses, with the reason."""
+    p = vllm_config.parallel_config
+    problems = []
+    for name, value in (
+        ("tensor_parallel_size", getattr(p, "tensor_parallel_size", 1)),
+        ("pipeline_parallel_size", getattr(p, "pipeline_parallel_size", 1)),
+        ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
+        ("prefill_context_parallel_size", getattr(p, "prefill_context_parallel_size", 1)),
+    ):
+        if (value or 1) != 1:
+            problems.append(f"{name}={value} is not supported yet, allowed: 1")
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        problems.append("speculative decoding is not supported yet: its drafts change the KV cache")
+    dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    if dtype not in ("auto", "float32", "float16", "bfloat16"):
+        problems.append(f"cache_dtype={dtype!r} is not supported yet, allowed: auto, float32, float16, bfloat16")
+    device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu") or "cpu")
+    if device != "cpu":
+        problems.append(f"device {device!r} is not supported yet: this version copies tensors in CPU memory only")
+    return problems
+
+
+def namespace_fields(vllm_config: Any, shape: KVShape, *, weights: str, chunk_tokens: int, piece_bytes: int) -> dict[str, Any]:
+    """Fields of maru.keys.Namespace for this engine."""
+    model = vllm_config.model_config
+    p = vllm_config.parallel_config
+    return {
+        "weights": weights,
+        "engine": "vllm",
+        "engine_format": ENGINE_FORMAT,
+        "config": fingerprint_config(_clean(_to_dict(model.hf_config))),
+        "overrides": _canonical(getattr(model, "hf_overrides", None)),
+        "quantization": str(getattr(model, "quantization", None) or ""),
+        "model_dtype": _name(getattr(model, "dtype", "")),
+        "kv_dtype": shape.kv_dtype,
+        "layout": shape.layout or "",
+        "isa": _cpu_isa(model, shape),
+        "block_tokens": shape.block_tokens,
+        "chunk_tokens": chunk_tokens,
+        "kv_heads": shape.kv_heads,
+        "head_size": shape.head_size,
+        "layers": (len(shape.layer_names),),
+        "run_bytes": (shape.page_bytes,),
+        "piece_bytes": piece_bytes,
+        "tensor_parallel": int(getattr(p, "tensor_parallel_size", 1) or 1),
+        "pipeline_parallel": int(getattr(p, "pipeline_parallel_size", 1) or 1),
+    }
+
+
+def _cpu_isa(model: Any, shape: KVShape) -> str:
+    """The packing of a CPU block depends on the instruction set that the backend picks."""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        import platform
+
+        return f"unknown-{platform.machine()}"
+    return str(_get_attn_isa(model.dtype, shape.block_tokens, shape.head_size or None))
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _to_dict(config: Any) -> Any:
+    to_dict = getattr(config, "to_dict", None)
+    return to_dict() if callable(to_dict) else dict(vars(config))
+
+
+def _clean(value: Any) -> Any:
+    """Plain values only: what has no canonical form is taken by its text."""
+    if isinstance(value, Mapping):
+        return {str(k): _clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return _name(value)
+
+
+def _canonical(overrides: Any) -> str:
+    if not overrides:
+        return ""
+    if isinstance(overrides, Mapping):
+        return json.dumps(_clean(overrides), sort_keys=True, separators=(",", ":"))
+    raise Unsupported("hf_overrides that are no mapping cannot be told apart: give a mapping")
