@@ -86,6 +86,14 @@ func (c *Copier) Write(src []byte) {
 	}
 	for len(src) > 0 && c.pos < len(c.dst) {
 		if p.need == 0 {
+			if p.wholeIn(len(src)) {
+				leaf := p.copyWhole(c.dst[c.pos:c.pos+p.bytes], src[:p.bytes])
+				c.pos += p.bytes
+				src = src[p.bytes:]
+				c.leaves = append(c.leaves, leaf)
+				c.next()
+				continue
+			}
 			if n := p.direct(len(src)); n > 0 {
 				p.fuse(c.dst[c.pos:c.pos+n], src[:n])
 				c.pos += n

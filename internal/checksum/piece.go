@@ -62,6 +62,17 @@ func (p *piece) fuse(dst, src []byte) {
 	p.off += len(src)
 }
 
+// wholeIn reports whether all of the piece is better copied and then hashed by the
+// library, which has vector code for processors that have no loops here.
+func (p *piece) wholeIn(n int) bool { return p.kernel == portable && p.off == 0 && n >= p.bytes }
+
+// copyWhole does that, and hashes what was stored (K2).
+func (p *piece) copyWhole(dst, src []byte) uint64 {
+	copy(dst, src)
+	p.off = p.bytes
+	return xxh3.HashSeed(dst, p.seed)
+}
+
 // endsIn reports whether the piece ends with one whole stripe that lies in a run of
 // n bytes, so that it needs no window.
 func (p *piece) endsIn(n int) bool {

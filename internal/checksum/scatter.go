@@ -62,6 +62,9 @@ func (s *Scatterer) Read(dst []byte) int {
 		}
 		n := p.direct(len(dst))
 		switch {
+		case p.wholeIn(len(dst)):
+			n = p.bytes
+			s.leaves = append(s.leaves, p.copyWhole(dst[:n], s.src[s.taken:s.taken+n]))
 		case n > 0:
 			p.place = s.placing(dst)
 			p.fuse(dst[:n], s.src[s.taken:s.taken+n])

@@ -98,18 +98,33 @@ func stripeAt(p *[stripeBytes]byte) (w [8]uint64) {
 }
 
 // absorbPortable hashes whole stripes of p, the first of which is number at of its
-// block, and returns the number that comes next.
+// block, and returns the number that comes next. The lanes are locals, so that the
+// compiler keeps them in registers.
 func absorbPortable(p []byte, a *accumulators, s *secret, at int) int {
+	a0, a1, a2, a3, a4, a5, a6, a7 := a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]
 	for len(p) >= stripeBytes {
-		w := stripeAt((*[stripeBytes]byte)(p))
-		a.stripe(&w, s, 8*at)
+		w, key := (*[stripeBytes]byte)(p), (*[stripeBytes]byte)(s[8*at:])
+		a0, a1 = lanes(a0, a1, (*[16]byte)(w[0:]), (*[16]byte)(key[0:]))
+		a2, a3 = lanes(a2, a3, (*[16]byte)(w[16:]), (*[16]byte)(key[16:]))
+		a4, a5 = lanes(a4, a5, (*[16]byte)(w[32:]), (*[16]byte)(key[32:]))
+		a6, a7 = lanes(a6, a7, (*[16]byte)(w[48:]), (*[16]byte)(key[48:]))
 		p = p[stripeBytes:]
 		if at++; at == stripesPerBlock {
+			*a = accumulators{a0, a1, a2, a3, a4, a5, a6, a7}
 			a.scramble(s)
+			a0, a1, a2, a3, a4, a5, a6, a7 = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]
 			at = 0
 		}
 	}
+	*a = accumulators{a0, a1, a2, a3, a4, a5, a6, a7}
 	return at
+}
+
+// lanes is one step of two lanes that exchange their words.
+func lanes(a, b uint64, w, key *[16]byte) (uint64, uint64) {
+	v, u := binary.LittleEndian.Uint64(w[:]), binary.LittleEndian.Uint64(w[8:])
+	k, l := v^binary.LittleEndian.Uint64(key[:]), u^binary.LittleEndian.Uint64(key[8:])
+	return a + u + uint64(uint32(k))*(k>>32), b + v + uint64(uint32(l))*(l>>32)
 }
 
 // rootLong is Root for more leaves than the short algorithms take. The message is a
