@@ -34,6 +34,10 @@ export GOTOOLCHAIN=local
 # somebody else builds as well.
 export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false"
 
+# uv brings its own list of certificate authorities; a site with one of its own
+# has it in the list of the system, as Go, apt and pip read it.
+export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1}
+
 say() { printf '== %s\n' "$*"; }
 die() {
   printf 'maru: %s\n' "$*" >&2
