@@ -26,8 +26,9 @@
 //	K2. A copy loads each source byte once, and the hash covers the bytes that were
 //	    stored. A source that changes under a reader (an expired lease, a reused page)
 //	    can so never leave unverified bytes behind a matching root.
-//	K3. When Copy, CopySum or a Finish returns, all stores are ordered before any later
-//	    store of this thread: streaming stores are fenced.
+//	K3. When Copy, CopySum or a Finish returns, its stores are ordered like ordinary
+//	    ones: streaming stores are fenced. What publishes ordinary stores (a lock, a
+//	    channel, an atomic) then publishes these.
 //	K4. Nothing is allocated but the growth of the caller's leaf list.
 //
 // Source: the XXH3 specification, github.com/Cyan4973/xxHash, doc/xxhash_spec.md;

@@ -3,7 +3,7 @@ package checksum
 // Copy copies src to the front of dst, which must be at least as long; large copies
 // go around the cache. The two must not overlap.
 //
-// Concurrency: when it returns, the bytes are ordered before later stores (K3).
+// Concurrency: when it returns, its stores are ordered like ordinary ones (K3).
 // Alignment: fastest when dst is 64-byte aligned.
 func Copy(dst, src []byte) {
 	dst = dst[:len(src)]

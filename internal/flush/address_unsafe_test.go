@@ -1,0 +1,5 @@
+package flush
+
+import "unsafe"
+
+func address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
