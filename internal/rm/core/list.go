@@ -1,0 +1,269 @@
+package core
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/xcena-dev/maru/internal/base"
+)
+
+// RegionState is where a region is in its life.
+type RegionState uint8
+
+// States of a region; the numbers are those of the wire.
+const (
+	RegionAllocated RegionState = iota + 1
+	RegionHeld
+	RegionDraining
+)
+
+// RegionInfo is what a list shows of a region.
+type RegionInfo struct {
+	Region
+	State            RegionState
+	OwnerIncarnation base.Incarnation
+	Operation        uint64
+	Handle           *Handle // write capability, for the owner only
+	Holders          []base.SessionID
+	AllocatedMS      int64
+}
+
+// ListRegions asks for a part of the regions in order of id.
+type ListRegions struct {
+	Owner       base.OwnerID // zero: all, without capabilities
+	Incarnation base.Incarnation
+	Pool        base.PoolID // zero: all
+	After       base.RegionID
+	Limit       int
+}
+
+// MaxPageCount bounds a page of a list.
+const MaxPageCount = 1000
+
+func pageLimit(n int) int {
+	if n <= 0 || n > MaxPageCount {
+		return MaxPageCount
+	}
+	return n
+}
+
+// ListRegions lists regions, with write capabilities for an owner's current
+// incarnation. Errors: ErrFenced.
+func (c *Core) ListRegions(req ListRegions) (out []RegionInfo, more bool, err error) {
+	mine := req.Owner != (base.OwnerID{})
+	if mine {
+		if _, err := c.current(req.Owner, req.Incarnation); err != nil {
+			return nil, false, err
+		}
+	}
+	limit := pageLimit(req.Limit)
+	for _, r := range c.regionsInOrder() {
+		if r.row.ID <= req.After || mine && r.row.Owner != req.Owner || req.Pool != (base.PoolID{}) && r.row.Pool != req.Pool {
+			continue
+		}
+		if len(out) == limit {
+			return out, true, nil
+		}
+		info := RegionInfo{
+			Region: r.view(), State: RegionAllocated, OwnerIncarnation: r.row.OwnerIncarnation, Operation: r.row.Operation,
+			Holders: r.holders(), AllocatedMS: r.row.AllocatedMS,
+		}
+		switch {
+		case r.row.Draining:
+			info.State = RegionDraining
+		case r.held > 0:
+			info.State = RegionHeld
+		}
+		if mine {
+			h := c.writeHandle(r)
+			info.Handle = &h
+		}
+		out = append(out, info)
+	}
+	return out, false, nil
+}
+
+// HoldInfo is what a list shows of a hold.
+type HoldInfo struct {
+	Session          base.SessionID
+	Server           base.OwnerID
+	OwnerIncarnation base.Incarnation
+	Node             base.NodeID
+	Process          ProcessID
+	Pool             base.PoolID
+	Region           base.RegionID
+	Views, Draining  bool
+	SinceMS          int64
+	Sequence         uint64
+	Cure             string
+}
+
+// ListHolds lists holds in order of session and region, and says who must act
+// for each draining region to come back (L1).
+func (c *Core) ListHolds(afterSession base.SessionID, afterRegion base.RegionID, limit int) (out []HoldInfo, more bool) {
+	limit = pageLimit(limit)
+	for _, id := range slices.SortedFunc(maps.Keys(c.sessions), compareSessions) {
+		order := compareSessions(id, afterSession)
+		if order < 0 {
+			continue
+		}
+		s := c.sessions[id]
+		for _, rid := range slices.Sorted(maps.Keys(s.rows)) {
+			row := s.rows[rid]
+			if !row.Held || order == 0 && rid <= afterRegion {
+				continue
+			}
+			if len(out) == limit {
+				return out, true
+			}
+			r := c.regions[rid]
+			out = append(out, HoldInfo{
+				Session: id, Server: row.Server, OwnerIncarnation: row.OwnerIncarnation, Node: s.row.Node, Process: s.row.Process,
+				Pool: r.row.Pool, Region: rid, Views: row.Views, Draining: r.row.Draining, SinceMS: row.SinceMS, Sequence: row.Sequence,
+				Cure: cure(s, row, r),
+			})
+		}
+	}
+	return out, false
+}
+
+func cure(s *session, row *holdRow, r *region) string {
+	if !r.row.Draining {
+		return ""
+	}
+	who := fmt.Sprintf("session %s", s.row.ID)
+	if !s.row.Process.IsZero() {
+		who = fmt.Sprintf("%s of session %s", s.row.Process, s.row.ID)
+	}
+	action := "unmaps it, or ends"
+	if row.Views {
+		action = "releases its views, or ends"
+	}
+	if s.row.Process.IsZero() {
+		return fmt.Sprintf("%s unmaps it, or its node reboots; its end cannot be proved here (%s): when it is gone, maru rm drop-holds", who, cmp.Or(s.row.Reason, "no process is known"))
+	}
+	return fmt.Sprintf("comes back when %s %s", who, action)
+}
+
+// OwnerInfo is what a list shows of an owner.
+type OwnerInfo struct {
+	ID                base.OwnerID
+	Name              string
+	Incarnation       base.Incarnation
+	Node              base.NodeID
+	Boot              base.BootID
+	RegionCount       int
+	AllocatedBytes    uint64
+	StartedMS         int64
+	PredecessorsEnded bool
+}
+
+// ListOwners lists all owners in order.
+func (c *Core) ListOwners() []OwnerInfo {
+	var out []OwnerInfo
+	for _, o := range slices.SortedFunc(maps.Values(c.owners), func(x, y *owner) int {
+		return cmp.Compare(string(x.row.ID[:]), string(y.row.ID[:]))
+	}) {
+		out = append(out, OwnerInfo{
+			ID: o.row.ID, Name: o.row.Name, Incarnation: o.row.Current.Incarnation, Node: o.row.Current.Node, Boot: o.row.Current.Boot,
+			RegionCount: o.count, AllocatedBytes: o.bytes, StartedMS: o.row.StartedMS, PredecessorsEnded: len(o.row.Unproved) == 0,
+		})
+	}
+	return out
+}
+
+// Current reports whether this is the owner's incarnation. Errors: ErrFenced.
+func (c *Core) Current(id base.OwnerID, incarnation base.Incarnation) error {
+	_, err := c.current(id, incarnation)
+	return err
+}
+
+// OwnerSessions lists the sessions with a hold on an owner's regions.
+func (c *Core) OwnerSessions(id base.OwnerID) []base.SessionID {
+	seen := map[base.SessionID]bool{}
+	for _, r := range c.regions {
+		if r.row.Owner == id {
+			for _, s := range r.holders() {
+				seen[s] = true
+			}
+		}
+	}
+	return slices.SortedFunc(maps.Keys(seen), compareSessions)
+}
+
+// SessionDraining lists the draining regions that a session holds.
+func (c *Core) SessionDraining(id base.SessionID) []Region {
+	var out []Region
+	s, ok := c.sessions[id]
+	if !ok {
+		return nil
+	}
+	for _, rid := range slices.Sorted(maps.Keys(s.rows)) {
+		if r := c.regions[rid]; s.rows[rid].Held && r.row.Draining {
+			out = append(out, r.view())
+		}
+	}
+	return out
+}
+
+// SessionPeer reports whether a peer may act for a session: always when the
+// session is not bound to a process. Errors: ErrDenied.
+func (c *Core) SessionPeer(id base.SessionID, p Peer) error {
+	if s, ok := c.sessions[id]; ok {
+		return checkPeer(s, p)
+	}
+	return nil
+}
+
+// Processes lists the processes to watch: those of sessions and of owners' starts.
+func (c *Core) Processes() []ProcessID {
+	seen := map[ProcessID]bool{}
+	for _, s := range c.sessions {
+		seen[s.row.Process] = true
+	}
+	for _, o := range c.owners {
+		if !o.row.Current.Ended {
+			seen[o.row.Current.Process] = true
+		}
+		for _, u := range o.row.Unproved {
+			seen[u.Process] = true
+		}
+	}
+	delete(seen, ProcessID{})
+	return slices.SortedFunc(maps.Keys(seen), func(x, y ProcessID) int {
+		return cmp.Or(cmp.Compare(x.PID, y.PID), cmp.Compare(x.StartTicks, y.StartTicks), cmp.Compare(x.Namespace, y.Namespace), cmp.Compare(string(x.Boot[:]), string(y.Boot[:])))
+	})
+}
+
+// DirtyRegions lists the regions of software-coherent pools that a process
+// mapped for writing: on its own host they are written back before anybody else
+// may write them, so before ProcessGone.
+func (c *Core) DirtyRegions(p ProcessID) []Region {
+	var out []Region
+	for _, r := range c.regionsInOrder() {
+		if r.pool.row.Coherence != base.CoherenceSoftware {
+			continue
+		}
+		for id, row := range r.rows {
+			if row.Held && !row.ReadOnly && c.sessions[id].row.Process == p {
+				out = append(out, r.view())
+				break
+			}
+		}
+	}
+	return out
+}
+
+// SessionCount, HoldCount and RegionCount are for metrics.
+func (c *Core) SessionCount() int { return len(c.sessions) }
+
+// HoldCount counts rows of (session, region), unheld ones included.
+func (c *Core) HoldCount() int { return c.holdCount }
+
+// RegionCount counts regions in all pools.
+func (c *Core) RegionCount() int { return len(c.regions) }
+
+// OwnerCount counts owners.
+func (c *Core) OwnerCount() int { return len(c.owners) }
