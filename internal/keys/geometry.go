@@ -79,7 +79,8 @@ func EnginePageBytes(valueBytes uint64, pieceBytes uint32) (uint64, error) {
 			base.ErrInvalid, pieceBytes, PieceAlignBytes, MinPieceBytes)
 	}
 	pieces := (valueBytes + uint64(pieceBytes) - 1) / uint64(pieceBytes)
-	total := valueBytes + pieces*leafBytes
+	// The list begins on a border of 8, so that its hashes can be read in place.
+	total := (valueBytes+7)&^7 + pieces*leafBytes
 	if total > math.MaxUint64-PageAlignBytes {
 		return 0, fmt.Errorf("%w: page of %d bytes", base.ErrInvalid, total)
 	}

@@ -501,5 +501,5 @@ def engine_page_bytes(value_bytes: int, piece: int) -> int:
         raise ValueError(
             f"piece of {piece} bytes, must be a multiple of {PIECE_ALIGN_BYTES} and at least {MIN_PIECE_BYTES}"
         )
-    total = value_bytes + 8 * -(-value_bytes // piece)
+    total = -(-value_bytes // 8) * 8 + 8 * -(-value_bytes // piece)
     return -(-total // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES

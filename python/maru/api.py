@@ -1,0 +1,678 @@
+"""The typed API: one client of the store, batches of packed keys, transfers.
+
+This is what engine adapters are built on. A batch is one call of the library, one
+round trip at most, and no Python object a key: keys are packed (32 bytes each,
+:mod:`maru.keys`), verdicts one byte each, codes one ``int`` each in an ``array``.
+Every call releases the GIL.
+
+Faults of the store are answers, not exceptions: a miss, a code of an item. An
+exception says that the call was not made (:mod:`maru.errors`).
+
+Concurrency: a Client may be used by any thread. Fork: not in a child of the
+process that opened it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+import json
+import logging
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from ctypes import c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from types import TracebackType
+from typing import Any, Union
+
+from . import _lib
+from ._lib import Buffer
+from .errors import Code, InvalidError, error_of
+from .keys import DIGEST_BYTES, KEY_BYTES, OPAQUE_NAMESPACE, Chain, Namespace
+
+__all__ = [
+    "Blocks",
+    "Chain",
+    "Client",
+    "ClientConfig",
+    "Code",
+    "Layer",
+    "Leases",
+    "Mode",
+    "Namespace",
+    "Runs",
+    "Verdict",
+]
+
+logger = logging.getLogger("maru")
+
+_EMPTY = memoryview(b"")
+
+
+class Mode(enum.IntEnum):
+    """How a batch goes on after a miss."""
+
+    EACH = 0
+    PREFIX = 1
+
+
+class Verdict(enum.IntEnum):
+    """Status of a key in the answer of a probe: ``verdict & 3``. The medium of a
+    hit is ``verdict >> 2 & 7``: 1 cpu, 2 cxl, 3 ssd."""
+
+    MISS = 0
+    PENDING = 1
+    HIT = 2
+    NOT_TRIED = 3
+
+
+@dataclasses.dataclass
+class ClientConfig:
+    """Settings of a client; None is the library's default. Sizes in bytes.
+
+    A worker needs ``namespace`` and ``value_bytes`` (size of one whole object of
+    this shard) and ``piece_bytes``; a scheduler needs the namespace. ``opaque``
+    takes the reserved namespace and needs ``page_bytes``.
+    """
+
+    server_address: str
+    namespace: Namespace | bytes | None = None
+    opaque: bool = False
+    instance_id: str | None = None
+    engine_id: str | None = None
+    role: str = "worker"
+    rank: int = 0
+    world_size: int = 1
+    page_bytes: int | None = None
+    value_bytes: int | None = None
+    piece_bytes: int | None = None
+    cpu_bytes: int | None = None
+    segment_bytes: int | None = None
+    cxl_bytes: int | None = None
+    region_bytes: int | None = None
+    expand_bytes: int | None = None
+    auto_expand: bool | None = None
+    write_order: Sequence[str] | None = None
+    read_order: Sequence[str] | None = None
+    checksums: bool | None = None
+    view_checksums: bool | None = None
+    copy_threads: int | None = None
+    queue_jobs: int | None = None
+    eager_map: bool | None = None
+    views: bool | None = None
+    overcommit: bool | None = None
+    prefault: bool | None = None
+    connect_later: bool | None = None
+    hot_connections: int | None = None
+    rpc_timeout_ms: int | None = None
+    connect_timeout_ms: int | None = None
+    go_max_procs: int | None = None
+
+    def to_json(self) -> bytes:
+        """Returns the configuration as the library reads it."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value is None or f.name in ("namespace", "opaque"):
+                continue
+            out[f.name] = list(value) if f.name in ("write_order", "read_order") else value
+        if self.opaque:
+            if self.namespace is not None and self.namespace != OPAQUE_NAMESPACE:
+                raise ValueError("namespace: opaque values have the reserved namespace, leave it out")
+            out["opaque"] = True
+            out["namespace_hex"] = OPAQUE_NAMESPACE.hex()
+        elif isinstance(self.namespace, Namespace):
+            out["namespace_hex"] = self.namespace.encode().hex()
+        elif self.namespace is not None:
+            out["namespace_hex"] = bytes(self.namespace).hex()
+        return json.dumps(out).encode("utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One tensor of an engine's KV cache: run i of block b begins at
+    ``base + b * block_stride_bytes + run_offsets[i]`` and is ``run_bytes`` long."""
+
+    base: int
+    block_stride_bytes: int
+    run_bytes: int
+    run_offsets: tuple[int, ...] = (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Source or destination of a batch: blocks of a registered layout.
+
+    ``blocks`` are block ids (u32), ``ends[i]`` (u64) is where item i's ids end. An
+    item's bytes are block-major: [block][layer][run].
+    """
+
+    layout: int
+    blocks: array[int]
+    ends: array[int]
+
+    @classmethod
+    def of(cls, layout: int, items: Iterable[Sequence[int]]) -> Blocks:
+        """Packs the block ids of each item."""
+        blocks, ends = array("I"), array("Q")
+        for ids in items:
+            blocks.extend(ids)
+            ends.append(len(blocks))
+        return cls(layout, blocks, ends)
+
+
+class Runs:
+    """Source or destination of a batch: ranges of memory.
+
+    The object holds what it was made of; keep it until the transfer is done (the
+    client does so for submitted ones).
+    """
+
+    __slots__ = ("_holds", "ends", "runs")
+
+    def __init__(self, runs: Buffer, ends: array[int], holds: object = None) -> None:
+        """``runs`` are pairs of address and length (u64 each), ``ends[i]`` is where
+        item i's runs end; ``holds`` is whatever owns the memory."""
+        self.runs = runs
+        self.ends = ends
+        self._holds = (runs, holds)
+
+    @classmethod
+    def of(cls, buffers: Iterable[Any], writable: bool = False) -> Runs:
+        """One contiguous buffer an item (bytes, bytearray, memoryview, numpy).
+        Loads need ``writable``."""
+        pins = [_lib.Pinned(b, writable) for b in buffers]
+        runs, ends = array("Q"), array("Q", range(1, len(pins) + 1))
+        for p in pins:
+            runs.append(p.address)
+            runs.append(p.bytes)
+        return cls(runs, ends, pins)
+
+
+Memory = Union[Blocks, Runs]
+
+
+class Leases:
+    """Objects under view leases, as a context manager.
+
+    ``views[i]`` is a read-only memoryview of object i, None for a miss. Leaving the
+    context ends the leases: the views must not be used any more, and those that are
+    still exported (a slice, a tensor) keep their own lease until they are gone.
+    """
+
+    def __init__(self, views: list[memoryview | None]) -> None:
+        self.views = views
+
+    def __enter__(self) -> Leases:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Ends every lease that is not exported."""
+        for view in self.views:
+            if view is not None:
+                try:
+                    view.release()
+                except BufferError:
+                    # Somebody made a tensor of it: the lease ends with that.
+                    continue
+        self.views = []
+
+
+class _Lease:
+    """Ends a view lease when the last reference to it is gone. It is the owner
+    behind every memoryview that leaves the client, so slices, casts and tensors
+    keep it as well."""
+
+    # Made into a subclass of a ctypes array per object size by _owner_type.
+    _client: Client
+    _view_id: int
+
+    def __del__(self) -> None:
+        try:
+            self._client._release_view(self._view_id)
+        except (AttributeError, TypeError):
+            # The interpreter is ending; so do the leases.
+            return
+
+
+_owner_types: dict[int, Any] = {}
+
+
+def _owner_type(size: int) -> Any:
+    # Few sizes occur (the page of a namespace); the bound is against a process
+    # that opens clients of ever new ones.
+    t = _owner_types.get(size)
+    if t is None:
+        if len(_owner_types) > 256:
+            _owner_types.clear()
+        t = type("_Owner", (_Lease, ctypes.c_ubyte * size), {})
+        _owner_types[size] = t
+    return t
+
+
+class Client:
+    """One session at a maru-server.
+
+    Raises (constructor):
+        InvalidError: the configuration; the text names every field.
+        UnavailableError: the server does not answer (unless ``connect_later``).
+        ForkedError: the library was loaded by a parent process.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self._handle = 0
+        self._closed = True
+        lib = _lib.load()
+        text = config.to_json()
+        handle = c_uint64()
+        _lib.check(lib, lib.maru_open(text, len(text), handle))
+        self._lib = lib
+        self._handle: int = handle.value
+        self._closed = False
+        self._jobs_lock = threading.Lock()
+        self._jobs: dict[int, tuple[int, Memory]] = {}
+        self._info = self.info()
+        self.page_bytes: int = self._info["page_bytes"]
+        self._logs = threading.Thread(target=_forward_logs, args=(lib, self._handle), name="maru-log", daemon=True)
+        self._logs.start()
+
+    # --- life ---
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Ends the session; idempotent. With views out the mappings stay to the end
+        of the process."""
+        if self._closed:
+            return
+        self._closed = True
+        status = self._lib.maru_close(self._handle, max(1, int(timeout * 1000)))
+        if status and status != Code.CLOSED:
+            logger.warning("maru: close: %s", _lib.last_error(self._lib))
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not _lib.forked():
+            logger.warning("maru: a client was dropped without close(); its session ends now")
+            self.close(timeout=1.0)
+
+    @property
+    def handle(self) -> int:
+        """The handle in the C ABI."""
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._closed
+
+    @property
+    def connected(self) -> bool:
+        """Whether the session is valid now."""
+        return not self._closed and bool(self.info()["connected"])
+
+    @property
+    def session(self) -> bytes:
+        """The session's 16-byte id, which schedulers name as a target."""
+        return bytes.fromhex(self._info["session"].replace("-", ""))
+
+    def info(self) -> dict[str, Any]:
+        """Session, epoch, connected, sizes."""
+        out: dict[str, Any] = json.loads(_lib.read_text(self._lib, self._lib.maru_client_info, self._handle))
+        return out
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this client since it was opened."""
+        out: dict[str, Any] = json.loads(_lib.read_text(self._lib, self._lib.maru_stats, self._handle))
+        return out
+
+    def usage(self, timeout: float | None = None) -> dict[str, Any]:
+        """Capacity and counts of the server; 64-bit numbers are strings."""
+        lib = self._lib
+        out: dict[str, Any] = json.loads(_lib.read_text(lib, lib.maru_usage, self._handle, after=(_ms(timeout),)))
+        return out
+
+    def ping(self, timeout: float | None = None) -> None:
+        """One round trip.
+
+        Raises:
+            UnavailableError: no answer.
+        """
+        self._check(self._lib.maru_ping(self._handle, _ms(timeout)))
+
+    # --- metadata ---
+
+    def probe(
+        self,
+        keys: Buffer,
+        mode: Mode = Mode.EACH,
+        *,
+        targets: bytes = b"",
+        request_id: int = 0,
+        timeout: float | None = None,
+    ) -> tuple[int, bytearray]:
+        """Returns how many keys hit before the first that does not, and a verdict
+        byte a key. With ``targets`` (packed 16-byte sessions) shard s of each key is
+        judged for target s. While the server is away everything is a miss."""
+        n = _count(keys, KEY_BYTES, "keys")
+        verdicts = bytearray(n)
+        if n == 0:
+            return 0, verdicts
+        leading = c_uint64()
+        self._check(
+            self._lib.maru_probe(
+                self._handle,
+                n,
+                _lib.address(keys),
+                mode,
+                _count(targets, 16, "targets"),
+                targets or None,
+                request_id,
+                (ctypes.c_char * n).from_buffer(verdicts),
+                leading,
+                _ms(timeout),
+            )
+        )
+        return leading.value, verdicts
+
+    def refresh_requests(self, ids: Sequence[int], timeout: float | None = None) -> None:
+        """Keeps the request leases of engine requests."""
+        self._requests(1, ids, timeout)
+
+    def end_requests(self, ids: Sequence[int], timeout: float | None = None) -> None:
+        """Ends the request leases of engine requests."""
+        self._requests(2, ids, timeout)
+
+    def _requests(self, action: int, ids: Sequence[int], timeout: float | None) -> None:
+        packed = array("Q", ids)
+        if packed:
+            self._check(
+                self._lib.maru_requests(self._handle, action, len(packed), _lib.address(packed), _ms(timeout))
+            )
+
+    def targets(self, timeout: float | None = None) -> bytes:
+        """Returns the packed sessions of the live workers of this client's engine."""
+        cap, count = 64, c_uint32()
+        while True:
+            buf = ctypes.create_string_buffer(16 * cap)
+            status = self._lib.maru_targets(self._handle, cap, buf, count, _ms(timeout))
+            if status == Code.LIMIT and count.value > cap:
+                cap = count.value
+                continue
+            self._check(status)
+            return buf.raw[: 16 * count.value]
+
+    def delete(self, keys: Buffer, timeout: float | None = None) -> array[int]:
+        """Hides keys for good. Codes: OK, NOT_FOUND, PINNED, UNKNOWN (hidden, but not
+        acknowledged in time)."""
+        n = _count(keys, KEY_BYTES, "keys")
+        codes = _codes(n)
+        if n:
+            self._check(
+                self._lib.maru_delete(self._handle, n, _lib.address(keys), _lib.address(codes), _ms(timeout))
+            )
+        return codes
+
+    # --- views ---
+
+    def acquire(self, keys: Buffer, mode: Mode = Mode.EACH, timeout: float | None = None) -> Leases:
+        """Takes a view lease on each object and returns them, zero copy."""
+        n = _count(keys, KEY_BYTES, "keys")
+        return Leases([row[0] if row else None for row in self.retrieve(keys, n, mode, timeout)])
+
+    def retrieve(
+        self, keys: Buffer, count: int, mode: Mode = Mode.EACH, timeout: float | None = None
+    ) -> list[tuple[memoryview, int, int] | None]:
+        """Returns (read-only view, region, page) for each key, None for a miss. The
+        lease of a view ends when nothing made of it is left."""
+        if count == 0:
+            return []
+        if _count(keys, KEY_BYTES, "keys") != count:
+            raise ValueError(f"keys have {len(keys)} bytes, {count} keys have {count * KEY_BYTES}")
+        rows = (_lib.View * count)()
+        self._check(
+            self._lib.maru_retrieve(self._handle, count, _lib.address(keys), mode, rows, _ms(timeout))
+        )
+        out: list[tuple[memoryview, int, int] | None] = []
+        append, page_bytes = out.append, self.page_bytes
+        owner_type = _owner_type(page_bytes) if page_bytes else None
+        for row in rows:
+            if not row.id:
+                append(None)
+                continue
+            size = row.bytes
+            if owner_type is None or size > page_bytes or not size:
+                owner = _owner_type(max(size, 1)).from_address(row.data)
+            else:
+                owner = owner_type.from_address(row.data)
+            owner._view_id, owner._client = row.id, self
+            append((memoryview(owner).cast("B")[:size].toreadonly(), row.region, row.index))
+        return out
+
+    def _release_view(self, view_id: int) -> None:
+        # Called from __del__, in whatever thread and at whatever place: it takes no
+        # lock of ours, and the library's call does not wait.
+        self._lib.maru_release_views(self._handle, 1, ctypes.byref(c_uint64(view_id)))
+
+    def pin(self, keys: Buffer, mode: Mode = Mode.PREFIX, timeout: float | None = None) -> array[int]:
+        """Counts up a view lease on each key. Codes: OK or why not; in PREFIX mode
+        everything behind the first miss is a MISS."""
+        n = _count(keys, KEY_BYTES, "keys")
+        codes = _codes(n)
+        if n:
+            self._check(
+                self._lib.maru_pin(self._handle, n, _lib.address(keys), mode, _lib.address(codes), _ms(timeout))
+            )
+        return codes
+
+    def unpin(self, keys: Buffer, timeout: float | None = None) -> array[int]:
+        """Counts down. Codes: OK, NOT_FOUND for a key that this client has not
+        pinned."""
+        n = _count(keys, KEY_BYTES, "keys")
+        codes = _codes(n)
+        if n:
+            self._check(
+                self._lib.maru_unpin(self._handle, n, _lib.address(keys), _lib.address(codes), _ms(timeout))
+            )
+        return codes
+
+    # --- transfers ---
+
+    def register_layout(self, layers: Sequence[Layer], block_count: int) -> int:
+        """Makes the tensors of an engine known, so that transfers name block ids. The
+        tensors must stay until :meth:`unregister_layout` or :meth:`close` returned."""
+        rows = (_lib.Layer * len(layers))()
+        offsets = array("q")
+        for row, layer in zip(rows, layers):
+            row.base, row.block_stride_bytes = layer.base, layer.block_stride_bytes
+            row.run_bytes, row.run_count = layer.run_bytes, len(layer.run_offsets)
+            offsets.extend(layer.run_offsets)
+        out = c_uint64()
+        self._check(
+            self._lib.maru_register_layout(
+                self._handle, len(layers), rows, _lib.address(offsets), len(offsets), block_count, out
+            )
+        )
+        return out.value
+
+    def unregister_layout(self, layout: int) -> None:
+        """Forgets a layout after the last transfer that uses it."""
+        self._check(self._lib.maru_unregister_layout(self._handle, layout))
+
+    def store(
+        self, keys: Buffer, source: Memory, parents: Buffer | None = None, timeout: float | None = None
+    ) -> array[int]:
+        """Copies objects into the store and publishes them. Codes: OK,
+        ALREADY_STORED, FULL (skipped), UNKNOWN, UNAVAILABLE, FAULT, INVALID."""
+        n, batch, keep = _batch(keys, source, parents, None)
+        codes = _codes(n)
+        if n:
+            self._check(self._lib.maru_store(self._handle, batch, _lib.address(codes), _ms(timeout)))
+        del keep
+        return codes
+
+    def load(
+        self, keys: Buffer, target: Memory, offsets: array[int] | None = None, timeout: float | None = None
+    ) -> array[int]:
+        """Copies objects, or parts from ``offsets`` (u64) on, out of the store and
+        verifies them. Codes: OK, MISS, CORRUPT, FAULT, INVALID; except with OK the
+        content of the destination is undefined."""
+        n, batch, keep = _batch(keys, target, None, offsets)
+        codes = _codes(n)
+        if n:
+            self._check(self._lib.maru_load(self._handle, batch, _lib.address(codes), _ms(timeout)))
+        del keep
+        return codes
+
+    def submit_store(self, keys: Buffer, source: Memory, parents: Buffer | None = None) -> int:
+        """Queues a store and returns its job. The memory must stay until the job is
+        handed out by :meth:`completed`.
+
+        Raises:
+            BusyError: ``queue_jobs`` jobs are out.
+        """
+        n, batch, keep = _batch(keys, source, parents, None)
+        return self._submit(self._lib.maru_submit_store, n, batch, source, keep)
+
+    def submit_load(self, keys: Buffer, target: Memory, offsets: array[int] | None = None) -> int:
+        """Queues a load and returns its job, as :meth:`submit_store`."""
+        n, batch, keep = _batch(keys, target, None, offsets)
+        return self._submit(self._lib.maru_submit_load, n, batch, target, keep)
+
+    def _submit(self, function: Any, n: int, batch: Any, memory: Memory, keep: object) -> int:
+        if n == 0:
+            raise InvalidError(Code.INVALID, "maru: a job needs at least one item")
+        job = c_uint64()
+        with self._jobs_lock:
+            self._check(function(self._handle, batch, job))
+            self._jobs[job.value] = (n, memory)
+        del keep
+        return job.value
+
+    @property
+    def event_fd(self) -> int:
+        """A descriptor that is readable while finished jobs wait; the library's."""
+        fd = c_int32()
+        self._check(self._lib.maru_event_fd(self._handle, fd))
+        return fd.value
+
+    def completed(self, limit: int = 256) -> list[int]:
+        """Returns finished jobs, each once. It never waits."""
+        jobs, count = array("Q", bytes(8 * limit)), c_uint32()
+        self._check(self._lib.maru_completed(self._handle, limit, _lib.address(jobs), count))
+        return jobs[: count.value].tolist()
+
+    def job_result(self, job: int) -> array[int] | None:
+        """Returns a job's codes and forgets the job; None while it runs.
+
+        Raises:
+            NotFoundError: no such job.
+        """
+        with self._jobs_lock:
+            n = self._jobs[job][0] if job in self._jobs else 0
+        codes = _codes(n)
+        status = self._lib.maru_job_result(self._handle, job, n, _lib.address(codes) if n else None)
+        if status == Code.PENDING:
+            return None
+        with self._jobs_lock:
+            self._jobs.pop(job, None)
+        self._check(status)
+        return codes
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise error_of(status, _lib.last_error(self._lib))
+
+
+def _forward_logs(lib: ctypes.CDLL, handle: int) -> None:
+    # The library never prints; its records come out here, in the process's own
+    # logging. The call waits without the GIL.
+    cap, needed = 8192, c_size_t()
+    buf = ctypes.create_string_buffer(cap)
+    while True:
+        status = lib.maru_wait_log(handle, 60_000, buf, cap, needed)
+        if status == Code.PENDING:
+            continue
+        if status == Code.LIMIT and needed.value >= cap:
+            cap = needed.value + 1
+            buf = ctypes.create_string_buffer(cap)
+            continue
+        if status:
+            return
+        record = json.loads(buf.raw[: needed.value])
+        attrs = "".join(f" {k}={v}" for k, v in record.get("attrs", {}).items())
+        level = {"DEBUG": logging.DEBUG, "WARN": logging.WARNING, "ERROR": logging.ERROR}
+        logger.log(level.get(record["level"], logging.INFO), "%s%s", record["msg"], attrs)
+
+
+def _ms(timeout: float | None) -> int:
+    if timeout is None:
+        return 0
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout} s, must be above 0; None is the client's rpc_timeout_ms")
+    return max(1, int(timeout * 1000))
+
+
+def _codes(n: int) -> array[int]:
+    return array("i", bytes(4 * n))
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) * getattr(buffer, "itemsize", 1)
+
+
+def _count(buffer: Buffer, row: int, name: str) -> int:
+    size = _size(buffer)
+    if size % row:
+        raise ValueError(f"{name} have {size} bytes, no multiple of {row}")
+    return size // row
+
+
+def _batch(
+    keys: Buffer, memory: Memory, parents: Buffer | None, offsets: array[int] | None
+) -> tuple[int, Any, tuple[object, ...]]:
+    """Returns the count of items, the batch, and what must live until the call has
+    returned."""
+    n = _count(keys, KEY_BYTES, "keys")
+    if len(memory.ends) != n:
+        raise ValueError(f"{n} keys, but the ends of {len(memory.ends)} items")
+    if parents is not None and _size(parents) != n * DIGEST_BYTES:
+        raise ValueError(f"parents have {_size(parents)} bytes, {n} keys need {n * DIGEST_BYTES}")
+    if offsets is not None and (offsets.typecode != "Q" or len(offsets) != n):
+        raise ValueError(f"offsets must be array('Q') with one item a key, {n} keys")
+    if memory.ends.typecode != "Q":
+        raise ValueError(f"ends must be array('Q'), not array({memory.ends.typecode!r})")
+    batch = _lib.Batch(struct_bytes=ctypes.sizeof(_lib.Batch), count=n)
+    key_bytes = keys if isinstance(keys, bytes) else bytes(keys)
+    parent_bytes = None if parents is None else bytes(parents)
+    # A void pointer field does not take bytes: their address comes from c_char_p.
+    batch.keys = ctypes.cast(ctypes.c_char_p(key_bytes), c_void_p).value
+    if parent_bytes is not None:
+        batch.parents = ctypes.cast(ctypes.c_char_p(parent_bytes), c_void_p).value
+    batch.ends = memory.ends.buffer_info()[0]
+    if offsets is not None:
+        batch.offsets = offsets.buffer_info()[0]
+    last = memory.ends[-1] if n else 0
+    if isinstance(memory, Blocks):
+        if memory.blocks.typecode != "I" or last > len(memory.blocks):
+            raise ValueError(f"blocks must be array('I') with at least {last} ids, has {len(memory.blocks)}")
+        batch.layout = memory.layout
+        batch.blocks = memory.blocks.buffer_info()[0]
+    else:
+        have = _count(memory.runs, 16, "runs")
+        if last > have:
+            raise ValueError(f"ends name {last} runs, there are {have}")
+        batch.runs = ctypes.cast(_lib.address(memory.runs), c_void_p).value
+    return n, ctypes.byref(batch), (batch, key_bytes, parent_bytes, memory, offsets)
