@@ -3,6 +3,8 @@ package peer
 import (
 	"os"
 	"testing"
+
+	"github.com/xcena-dev/maru/internal/leak"
 )
 
 func TestMain(m *testing.M) {
@@ -10,5 +12,5 @@ func TestMain(m *testing.M) {
 		childMain(role)
 		return
 	}
-	os.Exit(m.Run())
+	leak.Check(m)
 }

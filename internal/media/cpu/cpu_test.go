@@ -1,0 +1,159 @@
+package cpu
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/leak"
+)
+
+func TestMain(m *testing.M) { leak.Check(m) }
+
+// machine fakes /proc/meminfo with so many KiB available.
+func machine(t *testing.T, availableKiB string) string {
+	t.Helper()
+	root := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(root, "proc"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	text := "MemTotal: 99999999 kB\nMemAvailable: " + availableKiB + " kB\n"
+	if err := os.WriteFile(filepath.Join(root, "proc/meminfo"), []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	return root
+}
+
+func TestSegments(t *testing.T) {
+	p, err := New(Options{SizeBytes: 9<<20 + 4096, SegmentBytes: 4 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var sizes []uint64
+	var sum uint64
+	for _, m := range p.Segments() {
+		sizes = append(sizes, m.SizeBytes())
+		sum += uint64(len(m.Bytes()))
+	}
+	if len(sizes) != 3 || sizes[0] != 4<<20 || sizes[1] != 4<<20 || sizes[2] != 1<<20+4096 || sum != p.SizeBytes() {
+		t.Errorf("sizes %v, sum %d", sizes, sum)
+	}
+	for i, m := range p.Segments() {
+		if err := m.Guard(func() { m.Bytes()[0] = byte(i + 1) }); err != nil {
+			t.Error(err)
+		}
+		// Sealed: the memory cannot be cut away.
+		if err := unix.Ftruncate(p.FD(i), 4096); !errors.Is(err, unix.EPERM) {
+			t.Errorf("truncating segment %d: %v", i, err)
+		}
+		if err := unix.Ftruncate(p.FD(i), 1<<30); !errors.Is(err, unix.EPERM) {
+			t.Errorf("growing segment %d: %v", i, err)
+		}
+		fl, err := unix.FcntlInt(uintptr(p.FD(i)), unix.F_GETFD, 0)
+		if err != nil || fl&unix.FD_CLOEXEC == 0 {
+			t.Errorf("descriptor of segment %d is inherited: %d, %v", i, fl, err)
+		}
+	}
+	if err := p.Populate(context.Background(), 2); err != nil {
+		t.Error(err)
+	}
+	for i, m := range p.Segments() {
+		if m.Bytes()[0] != byte(i+1) {
+			t.Errorf("segment %d lost a byte", i)
+		}
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := p.Close(); !errors.Is(err, base.ErrClosed) {
+		t.Errorf("second close: %v", err)
+	}
+	if err := p.Populate(context.Background(), 1); !errors.Is(err, base.ErrClosed) {
+		t.Errorf("populate after close: %v", err)
+	}
+}
+
+func TestRefuses(t *testing.T) {
+	root := machine(t, "1024")
+	cases := []struct {
+		name string
+		o    Options
+		want error
+		text string
+	}{
+		{"zero", Options{}, base.ErrInvalid, "0 bytes"},
+		{"unaligned", Options{SizeBytes: 4097}, base.ErrInvalid, "4097"},
+		{"segment", Options{SizeBytes: 4096, SegmentBytes: 4096}, base.ErrInvalid, "segment size"},
+		{"segments", Options{SizeBytes: 1 << 40, SegmentBytes: 2 << 20}, base.ErrLimit, "larger"},
+		{"astronomic", Options{SizeBytes: 1 << 60}, base.ErrInvalid, "any machine"},
+		{"memory", Options{SizeBytes: 2 << 20, Root: root}, base.ErrInvalid, "overcommit"},
+		{"unknown memory", Options{SizeBytes: 4096, Root: t.TempDir()}, base.ErrUnavailable, "overcommit"},
+		{"huge pages, unaligned", Options{SizeBytes: 4096, HugePages: HugePagesReserve}, base.ErrInvalid, "2097152"},
+	}
+	for _, c := range cases {
+		p, err := New(c.o)
+		if !errors.Is(err, c.want) || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: %v", c.name, err)
+		}
+		if p != nil {
+			_ = p.Close()
+		}
+	}
+	p, err := New(Options{SizeBytes: 2 << 20, Root: root, Overcommit: OvercommitAllow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = p.Close()
+}
+
+func TestReservedHugePages(t *testing.T) {
+	p, err := New(Options{SizeBytes: 4 << 20, HugePages: HugePagesReserve})
+	if err == nil {
+		err = p.Segments()[0].Guard(func() { p.Segments()[0].Bytes()[0] = 1 })
+		_ = p.Close()
+	}
+	// Most machines reserve none: then it is a clear error, with what to do.
+	if err != nil && (!errors.Is(err, base.ErrFull) || !strings.Contains(err.Error(), "nr_hugepages")) {
+		t.Error(err)
+	}
+}
+
+// TestLargePoolIsReadyAtOnce: 64 GiB untouched are to be ready in under 5 s; the bound is
+// wide, since the figure itself belongs to maru bench start.
+func TestLargePoolIsReadyAtOnce(t *testing.T) {
+	begin := time.Now()
+	p, err := New(Options{SizeBytes: 64 << 30, Overcommit: OvercommitAllow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	took := time.Since(begin)
+	if err := p.Segments()[63].Guard(func() { p.Segments()[63].Bytes()[1<<30-1] = 1 }); err != nil {
+		t.Error(err)
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	t.Logf("ready after %v", took)
+	if took > 5*time.Second {
+		t.Errorf("ready after %v", took)
+	}
+}
+
+func BenchmarkNew64GiB(b *testing.B) {
+	for b.Loop() {
+		p, err := New(Options{SizeBytes: 64 << 30, Overcommit: OvercommitAllow})
+		if err != nil {
+			b.Fatal(err)
+		}
+		if err := p.Close(); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
