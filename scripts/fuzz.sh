@@ -7,12 +7,24 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 fuzztime=${1:-5000x}
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+corpus=$(go env GOCACHE)/fuzz
+
 count=0
+built=
 while IFS=: read -r file target; do
-  pkg=./$(dirname "$file")
-  say "fuzz $pkg $target $fuzztime"
-  go test -tags invariants -run '^$' -fuzz "^$target\$" -fuzztime "$fuzztime" "$pkg"
+  dir=$(dirname "$file")
+  # One build for all targets of a package, which come one after the other.
+  if [[ $dir != "$built" ]]; then
+    go test -c -tags invariants -fuzz . -o "$out/test" "./$dir"
+    built=$dir
+  fi
+  say "fuzz $dir $target $fuzztime"
+  # A failing input is left in testdata/fuzz of the package, as by go test.
+  (cd "$dir" && "$out/test" -test.run '^$' -test.fuzz "^$target\$" -test.fuzztime "$fuzztime" \
+    -test.fuzzcachedir "$corpus/$(go list .)")
   count=$((count + 1))
-done < <(git ls-files -co --exclude-standard '*_test.go' | LC_ALL=C sort | xargs -r grep -oHE '^func Fuzz[A-Za-z0-9_]*' | sed 's/:func /:/')
+done < <(git ls-files -co --exclude-standard '*_test.go' | LC_ALL=C sort | xargs -r grep -soHE '^func Fuzz[A-Za-z0-9_]*' | sed 's/:func /:/')
 ((count > 0)) || die "no fuzz target found: every decoder has one, so the search is broken"
 say "fuzz: $count targets, no failure"

@@ -16,6 +16,9 @@
 // return of a host. Programs come from the host: a folder of it is mounted at
 // /host, and static Go programs (Program) run from there.
 //
+// BootPair gives two machines on one pool with a network between them: two hosts
+// that share CXL memory.
+//
 // Build tag: vmlab. Run it by `make vmlab`.
 //
 // Facts measured here, which tests may lean on:

@@ -52,9 +52,9 @@ func (c *cpio) bytes() []byte {
 }
 
 // wantedModules are loaded at boot, in this order, after what they depend on:
-// the bus and the folder of the host, then the NVDIMM up to the device-DAX. The
+// the bus, the network and the folder of the host, then the NVDIMM up to the device-DAX. The
 // checksum is what the NVDIMM core asks for by name at run time.
-var wantedModules = []string{"virtio_pci", "9p", "9pnet_virtio", "crc32_generic", "nfit", "nd_pmem", "dax_pmem", "device_dax"}
+var wantedModules = []string{"virtio_pci", "virtio_net", "9p", "9pnet_virtio", "crc32_generic", "nfit", "nd_pmem", "dax_pmem", "device_dax"}
 
 // moduleTree are the modules of one kernel, by name.
 type moduleTree struct {

@@ -36,8 +36,12 @@ type VM struct {
 	dir   string // console, logs
 	share string // /host in the guest
 	pool  string
-	boots int
-	jobs  chan int
+	name  string
+	link  link
+	jobs  chan int // the number of the next job
+
+	boots    int
+	launched time.Time
 
 	process *os.Process
 	ended   chan struct{} // closed when process is gone
@@ -50,41 +54,91 @@ type Result struct {
 	Status int
 }
 
+// link is the network card of a machine, whose cable ends at one other machine.
+// The zero value is a machine without one.
+type link struct {
+	local, remote string // socket files on the host
+	address       string // in the guest, with the length of the prefix
+	mac           string
+}
+
 // Boot makes a fresh pool, boots a machine on it and waits until it takes
 // commands. The test is skipped when the host lacks a prerequisite (prepare).
 func Boot(t testing.TB) *VM {
 	t.Helper()
-	v := &VM{t: t, img: prepare(t), dir: t.TempDir(), share: t.TempDir(), jobs: make(chan int, 1)}
-	v.jobs <- 0
-	v.pool = filepath.Join(v.dir, "pool.img")
-	if err := makePool(v.pool, DefaultPoolBytes); err != nil {
+	v := newVM(t, prepare(t), "a", freshPool(t))
+	v.Start()
+	return v
+}
+
+// Addresses of the two machines of BootPair, on the network between them.
+const (
+	AddressA = "10.77.0.1"
+	AddressB = "10.77.0.2"
+)
+
+// BootPair boots two machines on one fresh pool, with a network between them:
+// two hosts that share CXL memory. It waits until both take commands and each
+// reaches the other.
+func BootPair(t testing.TB) (a, b *VM) {
+	t.Helper()
+	img, pool, sockets := prepare(t), freshPool(t), t.TempDir()
+	a, b = newVM(t, img, "a", pool), newVM(t, img, "b", pool)
+	plugA, plugB := filepath.Join(sockets, "a"), filepath.Join(sockets, "b")
+	a.link = link{local: plugA, remote: plugB, address: AddressA + "/24", mac: "52:54:00:77:00:01"}
+	b.link = link{local: plugB, remote: plugA, address: AddressB + "/24", mac: "52:54:00:77:00:02"}
+	a.launch()
+	b.launch()
+	a.awaitReady()
+	b.awaitReady()
+	// The cards come up some tenths of a second after the boot.
+	a.Run("for i in 1 2 3 4 5 6 7 8 9 10; do ping -c 1 -W 1 " + AddressB + " >/dev/null && exit 0; done; exit 1")
+	return a, b
+}
+
+func freshPool(t testing.TB) string {
+	t.Helper()
+	pool := filepath.Join(t.TempDir(), "pool.img")
+	if err := makePool(pool, DefaultPoolBytes); err != nil {
 		t.Fatalf("vmlab: make the pool: %v", err)
 	}
+	return pool
+}
+
+func newVM(t testing.TB, img image, name, pool string) *VM {
+	t.Helper()
+	v := &VM{t: t, img: img, dir: t.TempDir(), share: t.TempDir(), pool: pool, name: name, jobs: make(chan int, 1)}
+	v.jobs <- 0
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("vmlab: console of the machine:\n%s", v.tail("console"))
+			t.Logf("vmlab: console of machine %s:\n%s", name, v.tail("console"))
 		}
 		v.kill()
 	})
-	v.Start()
 	return v
 }
 
 // Start boots the machine on the pool as it is, after Crash or PowerOff.
 func (v *VM) Start() {
 	v.t.Helper()
+	v.launch()
+	v.awaitReady()
+}
+
+// launch starts QEMU.
+func (v *VM) launch() {
+	v.t.Helper()
 	if v.process != nil {
-		v.t.Fatal("vmlab: Start of a machine that runs")
+		v.t.Fatalf("vmlab: start of machine %s, which runs", v.name)
 	}
-	jobs := filepath.Join(v.share, "jobs")
-	if err := os.RemoveAll(jobs); err != nil {
+	if err := os.RemoveAll(v.agentDir()); err != nil {
 		v.t.Fatalf("vmlab: %v", err)
 	}
-	if err := os.MkdirAll(jobs, 0o755); err != nil {
+	if err := os.MkdirAll(v.agentDir(), 0o755); err != nil {
 		v.t.Fatalf("vmlab: %v", err)
 	}
 	v.boots++
-	from := time.Now()
+	v.launched = time.Now()
 	log, err := os.Create(filepath.Join(v.dir, "qemu"))
 	if err != nil {
 		v.t.Fatalf("vmlab: %v", err)
@@ -97,33 +151,48 @@ func (v *VM) Start() {
 		// machines on one pool.
 		"-smp", "1,maxcpus=2", "-m", "512M,slots=2,maxmem=8G",
 		"-kernel", v.img.kernel, "-initrd", v.img.initrd,
-		"-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check",
+		"-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check" +
+			" vmlab.name=" + v.name + " vmlab.address=" + v.link.address,
 		"-serial", "file:" + filepath.Join(v.dir, "console"),
 		"-object", fmt.Sprintf("memory-backend-file,id=pool,share=on,mem-path=%s,size=%d", v.pool, DefaultPoolBytes),
 		"-device", "nvdimm,id=nv0,memdev=pool",
 		"-fsdev", "local,id=host,path=" + v.share + ",security_model=none,multidevs=remap",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag=host",
 	}
+	if v.link.local != "" {
+		// A socket file outlives a crash, and QEMU does not take it over.
+		os.Remove(v.link.local)
+		args = append(args,
+			"-netdev", "dgram,id=n0,local.type=unix,local.path="+v.link.local+",remote.type=unix,remote.path="+v.link.remote,
+			"-device", "virtio-net-pci,netdev=n0,romfile=,mac="+v.link.mac)
+	}
 	v.process, v.ended, err = spawn(log, "qemu-system-x86_64", args...)
 	if err != nil {
 		v.t.Fatalf("vmlab: start QEMU: %v", err)
 	}
-	deadline := time.Now().Add(bootTimeout)
+}
+
+// awaitReady returns when the agent of the machine looks for jobs.
+func (v *VM) awaitReady() {
+	v.t.Helper()
 	for {
-		if _, err := os.Stat(filepath.Join(jobs, "ready")); err == nil {
-			v.t.Logf("vmlab: boot %d took %d ms", v.boots, time.Since(from).Milliseconds())
+		if _, err := os.Stat(filepath.Join(v.agentDir(), "ready")); err == nil {
+			v.t.Logf("vmlab: boot %d of machine %s took %d ms", v.boots, v.name, time.Since(v.launched).Milliseconds())
 			return
 		}
 		select {
 		case <-v.ended:
-			v.t.Fatalf("vmlab: QEMU ended during boot:\n%s\n%s", v.tail("qemu"), v.tail("console"))
+			v.t.Fatalf("vmlab: QEMU ended during the boot of machine %s:\n%s\n%s", v.name, v.tail("qemu"), v.tail("console"))
 		case <-time.After(pollEvery):
 		}
-		if time.Now().After(deadline) {
-			v.t.Fatalf("vmlab: no boot within %v:\n%s\n%s", bootTimeout, v.tail("qemu"), v.tail("console"))
+		if time.Since(v.launched) > bootTimeout {
+			v.t.Fatalf("vmlab: machine %s has not booted within %v:\n%s\n%s", v.name, bootTimeout, v.tail("qemu"), v.tail("console"))
 		}
 	}
 }
+
+// agentDir is where host and agent leave files for each other.
+func (v *VM) agentDir() string { return filepath.Join(v.share, "jobs") }
 
 // spawn starts a program that dies with this test process, however that ends. The
 // kernel ties this to the thread that forked, so one thread stays for it.
@@ -176,7 +245,7 @@ func (v *VM) PowerOff() {
 	if v.process == nil {
 		v.t.Fatal("vmlab: PowerOff of a machine that does not run")
 	}
-	if err := os.WriteFile(filepath.Join(v.share, "jobs", "poweroff"), nil, 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(v.agentDir(), "poweroff"), nil, 0o644); err != nil {
 		v.t.Fatalf("vmlab: %v", err)
 	}
 	select {
@@ -217,7 +286,7 @@ func (v *VM) Go(command string) *Job {
 	v.t.Helper()
 	n := <-v.jobs
 	v.jobs <- n + 1
-	j := &Job{v: v, command: command, base: filepath.Join(v.share, "jobs", "j"+strconv.Itoa(n)), ended: v.ended}
+	j := &Job{v: v, command: command, base: filepath.Join(v.agentDir(), "j"+strconv.Itoa(n)), ended: v.ended}
 	if err := writeWhole(j.base+".cmd", []byte(command+"\n")); err != nil {
 		v.t.Fatalf("vmlab: %v", err)
 	}

@@ -82,3 +82,25 @@ func TestPoolOffset(t *testing.T) {
 		t.Error("the first bytes of the device are not where PoolDataOffset says")
 	}
 }
+
+// TestPair: two machines have one pool and a network, each its own identity, and
+// the loss of one is not the loss of the other.
+func TestPair(t *testing.T) {
+	a, b := BootPair(t)
+	const bootID = "cat /proc/sys/kernel/random/boot_id"
+	if x, y := a.Run(bootID), b.Run(bootID); x == y {
+		t.Errorf("both machines have the boot id %s", x)
+	}
+	const where = " " + deviceDAX + " 0x800000 0x200000 "
+	a.Run(a.Program("./test/vmlab/daxprobe") + " write" + where + "11")
+	a.Crash()
+	probe := b.Program("./test/vmlab/daxprobe")
+	b.Run(probe + " check" + where + "11")
+	if r := b.Try("ping -c 1 -W 1 " + AddressA); r.Status == 0 {
+		t.Errorf("the crashed machine answers: %s", r.Stdout)
+	}
+	a.Start()
+	b.Run("for i in 1 2 3 4 5 6 7 8 9 10; do ping -c 1 -W 1 " + AddressA + " >/dev/null && exit 0; done; exit 1")
+	b.Run(probe + " write" + where + "12")
+	a.Run("/host/daxprobe check" + where + "12")
+}
