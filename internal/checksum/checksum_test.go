@@ -49,6 +49,7 @@ func newRand(t testing.TB) *rand.Rand {
 // guard bytes around them that check looks at.
 type buffer struct {
 	all, b []byte
+	at     int
 }
 
 const guardBytes = 192
@@ -59,7 +60,7 @@ func newBuffer(n, off int) *buffer {
 	if at < guardBytes {
 		at += 64
 	}
-	b := &buffer{all, all[at : at+n : at+n]}
+	b := &buffer{all, all[at : at+n : at+n], at}
 	copy(b.all[:at], guard)
 	copy(b.all[at+n:], guard)
 	return b
@@ -79,8 +80,7 @@ func (b *buffer) fill(r *rand.Rand) *buffer {
 
 func (b *buffer) check(t *testing.T) {
 	t.Helper()
-	at := int(addressOf(b.b) - addressOf(b.all))
-	before, after := b.all[:at], b.all[at+len(b.b):]
+	before, after := b.all[:b.at], b.all[b.at+len(b.b):]
 	if !bytes.Equal(before, guard[:len(before)]) || !bytes.Equal(after, guard[:len(after)]) {
 		t.Fatalf("bytes around a buffer of %d were written", len(b.b))
 	}

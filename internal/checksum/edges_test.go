@@ -162,6 +162,31 @@ func TestPartialLoad(t *testing.T) {
 	}
 }
 
+// TestSourceChangesBetweenReads: what a later Read gives was loaded before, or is
+// hashed as it is then (K2).
+func TestSourceChangesBetweenReads(t *testing.T) {
+	with(t, func(t *testing.T) {
+		r := newRand(t)
+		for range 300 {
+			n, piece, seed := 1+r.IntN(6000), 1+r.IntN(2000), r.Uint64()
+			src := newBuffer(n, 0).fill(r)
+			var s Scatterer
+			s.Reset(src.b, piece, seed, nil)
+			var got []byte
+			for len(got) < n {
+				run := make([]byte, 1+r.IntN(300))
+				m := s.Read(run)
+				got = append(got, run[:m]...)
+				src.fill(r)
+			}
+			leaves, _ := s.Finish()
+			if want := modelLeaves(got, piece, seed); !slices.Equal(leaves, want) {
+				t.Fatalf("%d by %d: leaf %d is not of what was stored", n, piece, FirstDifference(leaves, want))
+			}
+		}
+	})
+}
+
 func TestNoAllocation(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector empties pools")
