@@ -21,11 +21,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from maru_vllm.geometry import GeometryError, TensorShape, plan_layers
-from maru_vllm.identity import KVShape, Unsupported, kv_shape, namespace_fields, unsupported_features
+from maru_vllm.identity import (
+    KVShape,
+    Unsupported,
+    kv_shape,
+    namespace_fields,
+    unsupported_features,
+)
 from maru_vllm.messages import StepOrders, StepReport
 from maru_vllm.scheduler import SchedulerRole
 from maru_vllm.settings import Settings, SettingsError, parse_settings
-from maru_vllm.store import open_scheduler, open_worker, piece_bytes
+from maru_vllm.store import ClientTransfers, open_scheduler, open_worker, piece_bytes
 from maru_vllm.worker import WorkerRole
 
 if TYPE_CHECKING:
@@ -76,6 +82,7 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         value_bytes = self._chunk_blocks * len(shape.layer_names) * shape.page_bytes
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
+        self._transfers: ClientTransfers | None = None
         self._tables: dict[str, list[int]] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._lookup = open_scheduler(settings, fields, piece)
@@ -87,12 +94,12 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
                 worker_count=int(vllm_config.parallel_config.world_size),
             )
         else:
-            transfers = open_worker(settings, fields, piece, value_bytes, rank=0, world_size=1)
+            self._transfers = open_worker(settings, fields, piece, value_bytes, rank=0, world_size=1)
             self._worker = WorkerRole(
-                transfers,
+                self._transfers,
                 chunk_blocks=self._chunk_blocks,
-                submit_error=transfers.submit_error,
-                already_code=transfers.already_code,
+                submit_error=self._transfers.submit_error,
+                already_code=self._transfers.already_code,
                 async_store=settings.async_store,
             )
         for note in settings.notes:
@@ -232,6 +239,17 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         assert self._worker is not None
         report = self._worker.report()
         return None if report is None else _WorkerMetadata(report)
+
+    @property
+    def counters(self) -> Any:
+        """The worker role's counters since start."""
+        assert self._worker is not None
+        return self._worker.counters
+
+    def library_stats(self) -> dict[str, Any]:
+        """The counters of the library's client."""
+        assert self._transfers is not None
+        return self._transfers.client.stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:

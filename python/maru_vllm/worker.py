@@ -11,6 +11,7 @@ import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from maru_vllm.geometry import LayerRuns, block_bytes
@@ -24,17 +25,17 @@ logger = logging.getLogger("maru.vllm")
 class Transfers(Protocol):
     """What the worker needs of the library; see maru.api.Client.
 
-    A job is a positive int. Blocks are u32, counts are blocks of each object, offsets
-    are bytes into each object. Submitting raises maru.MaruError when the queue is full
+    A job is a positive int. Blocks are array('I'), ends array('Q') of where each
+    object's blocks end, offsets array('Q') of bytes into each object. Submitting raises maru.MaruError when the queue is full
     or the client is closed; nothing is queued then.
     """
 
     def register_layout(self, layers: Sequence[LayerRuns], block_count: int) -> int: ...
 
-    def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array[int], counts: array[int]) -> int: ...
+    def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array[int], ends: array[int]) -> int: ...
 
     def submit_load(
-        self, layout: int, keys: bytes, blocks: array[int], counts: array[int], offsets: array[int]
+        self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]
     ) -> int: ...
 
     def completed(self) -> list[int]:
@@ -121,7 +122,7 @@ class WorkerRole:
             offsets = array("Q", (skip * self._block_bytes for skip in load.skips))
             try:
                 job = self._transfers.submit_load(
-                    self._layout, load.keys, array("I", load.blocks), array("I", load.counts), offsets
+                    self._layout, load.keys, array("I", load.blocks), array("Q", accumulate(load.counts)), offsets
                 )
             except self._submit_error as e:
                 logger.warning("load of %s was not submitted and is computed instead: %s", load.request_id, e)
@@ -134,10 +135,10 @@ class WorkerRole:
         """Submits the chunks that this step made final; without async_store waits for them."""
         for store in orders.stores:
             count = len(store.keys) // 32
-            counts = array("I", [self._chunk_blocks]) * count
+            ends = array("Q", range(self._chunk_blocks, len(store.blocks) + 1, self._chunk_blocks))
             try:
                 job = self._transfers.submit_store(
-                    self._layout, store.keys, store.parents, array("I", store.blocks), counts
+                    self._layout, store.keys, store.parents, array("I", store.blocks), ends
                 )
             except self._submit_error as e:
                 # Under pressure a store is dropped and counted, never waited for.
@@ -172,9 +173,7 @@ class WorkerRole:
         self.counters.loaded_bytes += sum(n for n, c in zip(load.counts, codes, strict=True) if c == 0) * self._block_bytes
 
     def _fail(self, load: BlockLoad, chunks: Iterable[int]) -> None:
-        ends = [0]
-        for count in load.counts:
-            ends.append(ends[-1] + count)
+        ends = [0, *accumulate(load.counts)]
         for i in chunks:
             self.counters.load_failures += 1
             self._bad_blocks.update(load.blocks[ends[i] : ends[i + 1]])

@@ -7,9 +7,14 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import pytest
-
 from maru.keys import Chain, Namespace, pack_tokens, root
-from maru_vllm.geometry import GeometryError, LayerRuns, TensorShape, plan_layer, plan_layers
+from maru_vllm.geometry import (
+    GeometryError,
+    LayerRuns,
+    TensorShape,
+    plan_layer,
+    plan_layers,
+)
 from maru_vllm.messages import StepOrders, StepReport
 from maru_vllm.scheduler import SchedulerRole, bypass_reason
 from maru_vllm.settings import SettingsError, parse_settings, parse_size
@@ -299,12 +304,12 @@ class FakeTransfers:
         self.jobs[self.next] = [0] * n
         return self.next
 
-    def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array, counts: array) -> int:  # type: ignore[type-arg]
-        return self._job(len(counts))
+    def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array, ends: array) -> int:  # type: ignore[type-arg]
+        return self._job(len(ends))
 
-    def submit_load(self, layout: int, keys: bytes, blocks: array, counts: array, offsets: array) -> int:  # type: ignore[type-arg]
-        self.loads.append((keys, list(blocks), list(counts), list(offsets)))
-        return self._job(len(counts))
+    def submit_load(self, layout: int, keys: bytes, blocks: array, ends: array, offsets: array) -> int:  # type: ignore[type-arg]
+        self.loads.append((keys, list(blocks), list(ends), list(offsets)))
+        return self._job(len(ends))
 
     def completed(self) -> list[int]:
         done, self.done = self.done, []

@@ -1,0 +1,162 @@
+"""The demo: two real vLLM engines on this CPU, one prefix, computed once.
+
+Engine A computes prompts and stores their KV through MaruKVConnector on the cxl
+backend. Engine B, another process started after A has ended, reads it. The
+answers of B must equal, bit for bit in tokens and logprobs, those that A gave
+from its own prefix cache. Exit status 1 when they differ or when B read nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from demo import tiny_model
+from demo.processes import EngineProcess, maru_up
+
+BLOCK_TOKENS = 128  # the CPU backend's default
+CHUNK_TOKENS = 256
+ANSWER_TOKENS = 16
+
+
+def kv_transfer(address: str) -> dict[str, Any]:
+    """The complete setting of the connector, as a user writes it."""
+    return {
+        "kv_connector": "MaruKVConnector",
+        "kv_connector_module_path": "maru_vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "maru_server_url": address,
+            "maru_storage_backend": "cxl",
+            "maru_pool_size": "128M",
+            "maru_cache_namespace": f"{tiny_model.NAME}@1",
+            "maru_kv_chunk_tokens": CHUNK_TOKENS,
+        },
+    }
+
+
+def same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    """Tokens and logprobs, bit for bit."""
+    return [(r["tokens"], r["logprobs"]) for r in a] == [(r["tokens"], r["logprobs"]) for r in b]
+
+
+def run(cache: Path, directory: Path, prompt_tokens: list[int]) -> dict[str, Any]:
+    """Runs both engines and returns the table's facts."""
+    model = cache / tiny_model.NAME
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, tiny_model.VOCABULARY) for _ in range(n)] for n in prompt_tokens]
+    warm = [[rng.randrange(3, tiny_model.VOCABULARY) for _ in range(300)]]
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with maru_up(directory, "--cxl-size", "1G") as up:
+        engines = [EngineProcess(directory / f"engine-{n}.log") for n in "ab"]
+        try:
+            a, b = engines
+            say("importing vLLM in two processes ...")
+            version = a.ready()["ready"]
+            tiny_model_written = not (model / "complete").exists()
+            if tiny_model_written:
+                say("writing the tiny model ...")
+                os.spawnv(os.P_WAIT, sys.executable, [sys.executable, str(Path(tiny_model.__file__)), str(model)])
+            say("engine A: compute and store ...")
+            start = {"model": str(model), "kv_transfer": kv_transfer(up["server"]), "llm": {"block_size": BLOCK_TOKENS}}
+            a("start", **start)
+            a("run", prompts=warm, max_tokens=ANSWER_TOKENS)
+            cold = a("run", prompts=prompts, max_tokens=ANSWER_TOKENS)["results"]
+            local = a("run", prompts=prompts, max_tokens=ANSWER_TOKENS)["results"]
+            stored = a("counters")["counters"]
+            a.stop()
+            say("engine B: read what A stored ...")
+            b.ready()
+            b("start", **start)
+            b("run", prompts=[[t % 900 + 3 for t in warm[0]]], max_tokens=ANSWER_TOKENS)
+            loaded = b("run", prompts=prompts, max_tokens=ANSWER_TOKENS)["results"]
+            read = b("counters")["counters"]
+            b.stop()
+        finally:
+            for engine in engines:
+                engine.kill()
+    rows = [
+        {
+            "prompt_tokens": c["prompt_tokens"],
+            "tokens_from_maru": m["cached"],
+            "ttft_cold_ms": round(1000 * c["ttft"], 1),
+            "ttft_own_prefix_cache_ms": round(1000 * o["ttft"], 1),
+            "ttft_from_maru_ms": round(1000 * m["ttft"], 1),
+            "equal": same([o], [m]),
+        }
+        for c, o, m in zip(cold, local, loaded, strict=True)
+    ]
+    library_a, library_b = stored["library"], read["library"]
+    return {
+        "vllm": version,
+        "rows": rows,
+        "stored_bytes": stored["stored_bytes"],
+        "stored_gb_per_s": _rate(stored["stored_bytes"], library_a["store_seconds"]),
+        "loaded_bytes": read["loaded_bytes"],
+        "loaded_gb_per_s": _rate(read["loaded_bytes"], library_b["load_seconds"]),
+        "answers_equal": all(r["equal"] for r in rows),
+        "read_from_maru": all(r["tokens_from_maru"] > 0 for r in rows) and read["loaded_bytes"] > 0,
+    }
+
+
+def _rate(count: int, seconds: float) -> float:
+    return round(count / seconds / 1e9, 2) if seconds > 0 else 0.0
+
+
+def table(facts: dict[str, Any]) -> str:
+    """The demo's one table."""
+    head = ("prompt tokens", "from Maru", "TTFT cold", "own cache", "from Maru", "equal")
+    lines = [head] + [
+        (
+            str(r["prompt_tokens"]),
+            str(r["tokens_from_maru"]),
+            f"{r['ttft_cold_ms']:.0f} ms",
+            f"{r['ttft_own_prefix_cache_ms']:.0f} ms",
+            f"{r['ttft_from_maru_ms']:.0f} ms",
+            "yes" if r["equal"] else "NO",
+        )
+        for r in facts["rows"]
+    ]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    text = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+    return (
+        f"{text}\n\nstored {facts['stored_bytes']} bytes at {facts['stored_gb_per_s']} GB/s, "
+        f"loaded {facts['loaded_bytes']} bytes at {facts['loaded_gb_per_s']} GB/s, "
+        f"answers equal: {'yes' if facts['answers_equal'] else 'NO'}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="directory that keeps the tiny model")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1000, 2000, 4000])
+    parser.add_argument("--keep", type=Path, help="directory for logs; default: a temporary one, removed")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="maru-demo-") as temporary:
+        directory = args.keep or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        facts = run(args.cache, directory, args.prompt_tokens)
+    facts["seconds"] = round(time.monotonic() - started, 1)
+    print(json.dumps(facts) if args.json else table(facts))
+    if not facts["read_from_maru"]:
+        print("FAILED: a prompt read nothing from Maru", file=sys.stderr)
+    if not facts["answers_equal"]:
+        print("FAILED: answers differ", file=sys.stderr)
+    return 0 if facts["read_from_maru"] and facts["answers_equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
