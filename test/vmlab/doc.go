@@ -29,8 +29,13 @@
 //     give EINVAL, so do MAP_PRIVATE and unaligned lengths or offsets.
 //  3. A mapping past the end succeeds, its use is SIGBUS; unbinding the driver
 //     under a mapping is SIGBUS as well.
-//  4. /proc/sys/kernel/random/boot_id differs from machine to machine and from
+//     Binding it again while anything has the device open makes every later open
+//     ENXIO until the next boot.
+//  4. MADV_HWPOISON of a mapped page is SIGBUS (BUS_MCEERR_AR) to its caller, in
+//     the middle of the system call. The page is not remembered as bad: other
+//     mappings, old and new, read on. So the lab cannot show a memory error.
+//  5. /proc/sys/kernel/random/boot_id differs from machine to machine and from
 //     boot to boot.
-//  5. With `-smp 1` alone QEMU makes locked instructions non-atomic between
+//  6. With `-smp 1` alone QEMU makes locked instructions non-atomic between
 //     machines that share a pool; `-smp 1,maxcpus=2` does not.
 package vmlab

@@ -344,13 +344,36 @@ func (j *Job) Wait(limit time.Duration) Result {
 func (v *VM) Program(pkg string) string {
 	v.t.Helper()
 	name := filepath.Base(pkg)
-	cmd := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(v.share, name), pkg)
+	v.build(name, "build", "-trimpath", "-o", filepath.Join(v.share, name), pkg)
+	return "/host/" + name
+}
+
+// build runs the go command for something static.
+func (v *VM) build(what string, args ...string) {
+	v.t.Helper()
+	cmd := exec.Command("go", args...)
 	cmd.Dir = treeRoot(v.t)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
-		v.t.Fatalf("vmlab: build %s: %v\n%s", pkg, err, out)
+		v.t.Fatalf("vmlab: build %s: %v\n%s", what, err, out)
 	}
-	return "/host/" + name
+}
+
+// GoTest builds the tests of the Go package pkg with the build tag vmguest, as a
+// static program, and runs them in the machine, in the order of the source.
+func (v *VM) GoTest(pkg string) {
+	v.t.Helper()
+	name := filepath.Base(pkg) + ".test"
+	v.build(name, "test", "-c", "-tags", "vmguest,invariants", "-o", filepath.Join(v.share, name), pkg)
+	r := v.Try("/host/" + name + " -test.v")
+	v.t.Logf("vmlab: %s in machine %s:\n%s", pkg, v.name, r.Stdout)
+	if r.Status != 0 {
+		v.t.Errorf("vmlab: %s in machine %s: status %d\n%s", pkg, v.name, r.Status, r.Stderr)
+	}
+	// A build without the tag has no tests and passes.
+	if !strings.Contains(r.Stdout, "--- PASS") {
+		v.t.Errorf("vmlab: %s ran no test", pkg)
+	}
 }
 
 // Share is the folder of the host that the machine sees at /host.

@@ -63,6 +63,9 @@ func TestDeviceDAXRefusals(t *testing.T) {
 	}
 }
 
+// TestInside runs what test/vmlab/inside asks of internal/media on a real device.
+func TestInside(t *testing.T) { Boot(t).GoTest("./test/vmlab/inside") }
+
 // TestPoolOffset: the pool file is the memory of the device, at the offset that
 // PoolDataOffset says. Tests that damage a pool from outside lean on it.
 func TestPoolOffset(t *testing.T) {
