@@ -194,14 +194,25 @@ func BenchmarkRuns(b *testing.B) {
 	}
 }
 
-// BenchmarkUnaligned has the source off a page border and off a line.
+// BenchmarkUnaligned has the source, or the destination, off a page border and off a
+// line.
 func BenchmarkUnaligned(b *testing.B) {
+	var leaves []uint64
 	for _, shift := range []int{0, 8, 64, 2048 + 20} {
 		b.Run(fmt.Sprintf("src+%d", shift), func(b *testing.B) {
-			var leaves []uint64
 			compare(b, 256<<10, shift, func(dst, src []byte) {
 				leaves = CopySum(dst, src, OpaquePieceBytes, 7, leaves[:0])
 			})
+		})
+	}
+	for _, shift := range []int{16, 32, 48, 1} {
+		b.Run(fmt.Sprintf("dst+%d", shift), func(b *testing.B) {
+			compare(b, 256<<10, shift, func(src, dst []byte) {
+				leaves = CopySum(dst, src, OpaquePieceBytes, 7, leaves[:0])
+			})
+		})
+		b.Run(fmt.Sprintf("plain/dst+%d", shift), func(b *testing.B) {
+			compare(b, 256<<10, shift, func(src, dst []byte) { Copy(dst, src) })
 		})
 	}
 }

@@ -95,7 +95,7 @@ func TestCopySumEveryLength(t *testing.T) {
 		r := newRand(t)
 		for n := 0; n <= 5000; n += step {
 			src := newBuffer(n, r.IntN(64)).fill(r)
-			dst := newBuffer(n, 64*r.IntN(2)+r.IntN(2)*r.IntN(64))
+			dst := newBuffer(n, 16*r.IntN(5)+r.IntN(2)*r.IntN(64))
 			seed := r.Uint64() * uint64(r.IntN(4))
 			got := CopySum(dst.b, src.b, 8192, seed, nil)
 			if want := modelLeaves(src.b, 8192, seed); !slices.Equal(got, want) {
@@ -145,7 +145,7 @@ func checkRuns(t *testing.T, r *rand.Rand, n, piece, unit int, seed uint64) {
 		left -= c
 	}
 
-	dst := newBuffer(n, r.IntN(2)*r.IntN(64))
+	dst := newBuffer(n, 16*r.IntN(4)+r.IntN(2)*r.IntN(16))
 	var c Copier
 	c.Reset(dst.b, piece, seed, nil)
 	at := 0
@@ -165,7 +165,7 @@ func checkRuns(t *testing.T, r *rand.Rand, n, piece, unit int, seed uint64) {
 	s.Reset(src.b, piece, seed, nil)
 	var got []byte
 	for _, k := range cuts {
-		run := newBuffer(k, r.IntN(2)*r.IntN(64))
+		run := newBuffer(k, 16*r.IntN(4)+r.IntN(2)*r.IntN(16))
 		if m := s.Read(run.b); m != k {
 			t.Fatalf("Scatterer, %s: %d bytes of %d", name, m, k)
 		}

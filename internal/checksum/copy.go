@@ -29,10 +29,15 @@ func CopySum(dst, src []byte, pieceBytes int, seed uint64, leaves []uint64) []ui
 	return leaves
 }
 
-// placingOf says whether streaming stores can be used for all of b and are worth it.
-func placingOf(b []byte, pieceBytes int) placing {
-	if len(b) < StreamBytes || pieceBytes%stripeBytes != 0 || addressOf(b)%stripeBytes != 0 {
+// placingAt says how to store stripes from the first byte of b on, when they are part
+// of a value of that many bytes. Many short runs are a large copy as well.
+func placingAt(b []byte, valueBytes int) placing {
+	at := addressOf(b)
+	switch {
+	case valueBytes < StreamBytes || at%16 != 0:
 		return cached
+	case at%stripeBytes != 0:
+		return offLine
 	}
 	return streamed
 }
@@ -57,7 +62,7 @@ type Copier struct {
 func (c *Copier) Reset(dst []byte, pieceBytes int, seed uint64, leaves []uint64) {
 	c.dst, c.leaves, c.pieceBytes = dst, leaves, max(pieceBytes, 0)
 	c.pos, c.start, c.offered = 0, 0, 0
-	c.piece.reset(seed, placingOf(dst, c.pieceBytes))
+	c.piece.reset(seed)
 	c.next()
 }
 
@@ -66,6 +71,7 @@ func (c *Copier) next() {
 	c.start = c.pos
 	if n := min(c.pieceBytes, len(c.dst)-c.pos); n > 0 {
 		c.piece.begin(n)
+		c.piece.place = placingAt(c.dst[c.pos:], len(c.dst))
 	}
 }
 
@@ -76,7 +82,7 @@ func (c *Copier) Write(src []byte) {
 	p := &c.piece
 	if c.pieceBytes == 0 {
 		n := min(len(src), len(c.dst)-c.pos)
-		if p.place == streamed {
+		if len(c.dst) >= StreamBytes {
 			p.kernel.copy(c.dst[c.pos:c.pos+n], src[:n])
 		} else {
 			copy(c.dst[c.pos:], src[:n])

@@ -11,7 +11,10 @@ type placing uint8
 
 const (
 	cached   placing = iota // ordinary stores, any alignment
-	streamed                // non-temporal stores; the destination is 64-byte aligned
+	streamed                // non-temporal stores, to whole lines: 64-byte aligned
+	// offLine is streamed at a multiple of 16 that is no line: memory from malloc (large
+	// blocks of the C library lie 16 bytes past a page).
+	offLine
 )
 
 // kernel is a set of inner loops for one kind of processor. It is an enum, not a
@@ -59,20 +62,23 @@ func lastPortable(dst, src []byte, a *accumulators, s *secret) {
 // block, a start inside a block, and the last stripe.
 func agrees(k kernel) bool {
 	const n = 3 * blockBytes
-	var from, to [n + stripeBytes]byte
+	var from, to [n + 2*stripeBytes]byte
 	line := int(-addressOf(to[:]) % stripeBytes)
 	for i := range from {
 		from[i] = byte(i*i>>3 ^ i)
 	}
 	var s secret
 	s.derive(prime64x5)
-	for _, p := range []placing{cached, streamed} {
+	for _, p := range []placing{cached, streamed, offLine} {
 		want, got := startAccumulators, startAccumulators
 		at := absorbPortable(from[:n-stripeBytes], &want, &s, 5)
 		w := stripeAt((*[stripeBytes]byte)(from[n-stripeBytes:]))
 		want.stripe(&w, &s, lastAt)
 		clear(to[:])
 		out := to[line : line+n]
+		if p == offLine {
+			out = to[line+16 : line+16+n]
+		}
 		if k.fuse(out, from[:n-stripeBytes], &got, &s, 5, p) != at {
 			return false
 		}

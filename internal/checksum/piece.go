@@ -26,8 +26,8 @@ type piece struct {
 	have   int // bytes that it holds
 }
 
-func (p *piece) reset(seed uint64, place placing) {
-	p.kernel, p.place, p.need, p.have = current(), place, 0, 0
+func (p *piece) reset(seed uint64) {
+	p.kernel, p.place, p.need, p.have = current(), cached, 0, 0
 	if p.seed != seed || p.secret == (secret{}) {
 		p.seed = seed
 		p.secret.derive(seed)

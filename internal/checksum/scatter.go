@@ -22,7 +22,7 @@ type Scatterer struct {
 func (s *Scatterer) Reset(src []byte, pieceBytes int, seed uint64, leaves []uint64) {
 	s.src, s.leaves, s.pieceBytes = src, leaves, max(pieceBytes, 0)
 	s.taken, s.given, s.from, s.to = 0, 0, 0, 0
-	s.piece.reset(seed, cached)
+	s.piece.reset(seed)
 	s.next()
 }
 
@@ -38,8 +38,7 @@ func (s *Scatterer) Read(dst []byte) int {
 	p := &s.piece
 	if s.pieceBytes == 0 {
 		n := min(len(dst), len(s.src)-s.taken)
-		p.place = s.placing(dst[:n])
-		if p.place == streamed {
+		if len(s.src) >= StreamBytes {
 			p.kernel.copy(dst[:n], s.src[s.taken:s.taken+n])
 		} else {
 			copy(dst, s.src[s.taken:])
@@ -66,11 +65,11 @@ func (s *Scatterer) Read(dst []byte) int {
 			n = p.bytes
 			s.leaves = append(s.leaves, p.copyWhole(dst[:n], s.src[s.taken:s.taken+n]))
 		case n > 0:
-			p.place = s.placing(dst)
+			p.place = placingAt(dst, len(s.src))
 			p.fuse(dst[:n], s.src[s.taken:s.taken+n])
 		case p.endsIn(len(dst)):
 			n = stripeBytes
-			p.place = s.placing(dst)
+			p.place = placingAt(dst, len(s.src))
 			s.leaves = append(s.leaves, p.fuseLast(dst[:n], s.src[s.taken:s.taken+n]))
 		default:
 			s.fill()
@@ -101,15 +100,6 @@ func (s *Scatterer) fill() {
 		s.leaves = append(s.leaves, leaf)
 		s.next()
 	}
-}
-
-// placing judges by the whole value, not by the run: many short runs are a large copy
-// as well.
-func (s *Scatterer) placing(dst []byte) placing {
-	if len(s.src) < StreamBytes || addressOf(dst)%stripeBytes != 0 {
-		return cached
-	}
-	return streamed
 }
 
 // Finish ends the value. It returns the leaf list and the number of bytes that were
