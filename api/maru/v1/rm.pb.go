@@ -1838,7 +1838,8 @@ type ReadRecordsRequest struct {
 	PoolId        []byte                 `protobuf:"bytes,3,opt,name=pool_id,json=poolId,proto3" json:"pool_id,omitempty"`
 	RegionId      uint32                 `protobuf:"varint,4,opt,name=region_id,json=regionId,proto3" json:"region_id,omitempty"`
 	FirstPage     uint64                 `protobuf:"varint,5,opt,name=first_page,json=firstPage,proto3" json:"first_page,omitempty"`
-	PageCount     uint64                 `protobuf:"varint,6,opt,name=page_count,json=pageCount,proto3" json:"page_count,omitempty"` // at most 8192 a call
+	PageCount     uint64                 `protobuf:"varint,6,opt,name=page_count,json=pageCount,proto3" json:"page_count,omitempty"`    // at most 8192 a call
+	WriterLeft    bool                   `protobuf:"varint,7,opt,name=writer_left,json=writerLeft,proto3" json:"writer_left,omitempty"` // the owner's word: the writer declared LEFT (closed with exports out)
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1915,6 +1916,13 @@ func (x *ReadRecordsRequest) GetPageCount() uint64 {
 	return 0
 }
 
+func (x *ReadRecordsRequest) GetWriterLeft() bool {
+	if x != nil {
+		return x.WriterLeft
+	}
+	return false
+}
+
 type ReadRecordsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Records       []byte                 `protobuf:"bytes,1,opt,name=records,proto3" json:"records,omitempty"` // 64 bytes a page, as on the device
@@ -1965,7 +1973,8 @@ type ClearRecordsRequest struct {
 	Incarnation   uint32                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	PoolId        []byte                 `protobuf:"bytes,3,opt,name=pool_id,json=poolId,proto3" json:"pool_id,omitempty"`
 	RegionId      uint32                 `protobuf:"varint,4,opt,name=region_id,json=regionId,proto3" json:"region_id,omitempty"`
-	Pages         []uint64               `protobuf:"varint,5,rep,packed,name=pages,proto3" json:"pages,omitempty"` // at most 8192 a call
+	Pages         []uint64               `protobuf:"varint,5,rep,packed,name=pages,proto3" json:"pages,omitempty"`                      // at most 8192 a call
+	WriterLeft    bool                   `protobuf:"varint,6,opt,name=writer_left,json=writerLeft,proto3" json:"writer_left,omitempty"` // as in ReadRecordsRequest
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2033,6 +2042,13 @@ func (x *ClearRecordsRequest) GetPages() []uint64 {
 		return x.Pages
 	}
 	return nil
+}
+
+func (x *ClearRecordsRequest) GetWriterLeft() bool {
+	if x != nil {
+		return x.WriterLeft
+	}
+	return false
 }
 
 type ClearRecordsResponse struct {
@@ -3672,7 +3688,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x19\n" +
 	"\bpool_ids\x18\x02 \x03(\fR\apoolIds\"B\n" +
 	"\x18CheckDomainProofResponse\x12&\n" +
-	"\x0fproved_pool_ids\x18\x01 \x03(\fR\rprovedPoolIds\"\xc5\x01\n" +
+	"\x0fproved_pool_ids\x18\x01 \x03(\fR\rprovedPoolIds\"\xe6\x01\n" +
 	"\x12ReadRecordsRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12\x17\n" +
@@ -3681,15 +3697,19 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\n" +
 	"first_page\x18\x05 \x01(\x04R\tfirstPage\x12\x1d\n" +
 	"\n" +
-	"page_count\x18\x06 \x01(\x04R\tpageCount\"/\n" +
+	"page_count\x18\x06 \x01(\x04R\tpageCount\x12\x1f\n" +
+	"\vwriter_left\x18\a \x01(\bR\n" +
+	"writerLeft\"/\n" +
 	"\x13ReadRecordsResponse\x12\x18\n" +
-	"\arecords\x18\x01 \x01(\fR\arecords\"\x9e\x01\n" +
+	"\arecords\x18\x01 \x01(\fR\arecords\"\xbf\x01\n" +
 	"\x13ClearRecordsRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12\x17\n" +
 	"\apool_id\x18\x03 \x01(\fR\x06poolId\x12\x1b\n" +
 	"\tregion_id\x18\x04 \x01(\rR\bregionId\x12\x14\n" +
-	"\x05pages\x18\x05 \x03(\x04R\x05pages\"\x16\n" +
+	"\x05pages\x18\x05 \x03(\x04R\x05pages\x12\x1f\n" +
+	"\vwriter_left\x18\x06 \x01(\bR\n" +
+	"writerLeft\"\x16\n" +
 	"\x14ClearRecordsResponse\"P\n" +
 	"\x11WatchOwnerRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +

@@ -217,18 +217,20 @@ func (c *Core) SessionPeer(id base.SessionID, p Peer) error {
 	return nil
 }
 
-// Processes lists the processes to watch: those of sessions and of owners' starts.
+// Processes lists the processes to watch: those of sessions and of owners' starts
+// on this node. On another one, after a move of the store, their pids mean nothing.
 func (c *Core) Processes() []ProcessID {
 	seen := map[ProcessID]bool{}
 	for _, s := range c.sessions {
-		seen[s.row.Process] = true
+		if s.row.Node == c.cfg.Node {
+			seen[s.row.Process] = true
+		}
 	}
 	for _, o := range c.owners {
-		if !o.row.Current.Ended {
-			seen[o.row.Current.Process] = true
-		}
-		for _, u := range o.row.Unproved {
-			seen[u.Process] = true
+		for _, st := range append([]start{o.row.Current}, o.row.Unproved...) {
+			if !st.Ended && st.Node == c.cfg.Node {
+				seen[st.Process] = true
+			}
 		}
 	}
 	delete(seen, ProcessID{})

@@ -189,3 +189,15 @@ func (c *Core) Pools() []Pool {
 	}
 	return out
 }
+
+// OnlinePool returns a pool that can be used. Errors: ErrNotFound, ErrOffline.
+func (c *Core) OnlinePool(id base.PoolID) (Pool, error) {
+	p, ok := c.pools[id]
+	if !ok {
+		return Pool{}, fmt.Errorf("%w: pool %s", base.ErrNotFound, id)
+	}
+	if err := p.usable(); err != nil {
+		return Pool{}, err
+	}
+	return Pool{ID: p.row.ID, Name: p.row.Name, Path: p.row.Path, Kind: p.row.Kind, Coherence: p.row.Coherence, DeviceBytes: p.row.DeviceBytes}, nil
+}
