@@ -54,6 +54,26 @@ PROTOC_GEN_GO=$(go_tool protoc-gen-go "$PROTOC_GEN_GO_VERSION")
 PROTOC_GEN_GO_GRPC=$(go_tool protoc-gen-go-grpc "$PROTOC_GEN_GO_GRPC_VERSION")
 export TOOLS PY_VENV VLLM_VENV STATICCHECK GOLANGCI_LINT BUF PROTOC_GEN_GO PROTOC_GEN_GO_GRPC
 
+# sources PATTERN...: the files of the tree whose path matches, committed or not,
+# each ended by a zero byte. A tree without git (a release archive) is searched.
+sources() {
+  local f pattern
+  if git rev-parse --git-dir >/dev/null 2>&1; then
+    # Git still lists a file that was deleted and not yet taken from its index.
+    git ls-files -z -co --exclude-standard -- "$@" | LC_ALL=C sort -z | while IFS= read -r -d '' f; do
+      [[ ! -e $f ]] || printf '%s\0' "$f"
+    done
+    return
+  fi
+  find . -name .cache -prune -o -type f -print0 | LC_ALL=C sort -z | while IFS= read -r -d '' f; do
+    f=${f#./}
+    for pattern in "$@"; do
+      # shellcheck disable=SC2254 # a pattern, as in git
+      case $f in $pattern) printf '%s\0' "$f" ;; esac
+    done
+  done
+}
+
 # step NAME COMMAND...: says what runs and how long it took. The command is not
 # called in a condition, which would switch `set -e` off inside it; a failure ends
 # the script, and the trap then names the step that failed.

@@ -5,5 +5,5 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 bash scripts/install.sh python
-git ls-files -z -co --exclude-standard '*.go' | xargs -0 -r gofmt -w
+sources '*.go' | xargs -0 -r gofmt -w
 [[ ! -d python ]] || "$PY_VENV/bin/ruff" check --fix-only --quiet python

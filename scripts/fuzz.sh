@@ -25,6 +25,6 @@ while IFS=: read -r file target; do
   (cd "$dir" && "$out/test" -test.run '^$' -test.fuzz "^$target\$" -test.fuzztime "$fuzztime" \
     -test.fuzzcachedir "$corpus/$(go list .)")
   count=$((count + 1))
-done < <(git ls-files -co --exclude-standard '*_test.go' | LC_ALL=C sort | xargs -r grep -soHE '^func Fuzz[A-Za-z0-9_]*' | sed 's/:func /:/')
+done < <(sources '*_test.go' | xargs -0 -r grep -oHE '^func Fuzz[A-Za-z0-9_]*' | sed 's/:func /:/')
 ((count > 0)) || die "no fuzz target found: every decoder has one, so the search is broken"
 say "fuzz: $count targets, no failure"

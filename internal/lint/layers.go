@@ -67,13 +67,15 @@ var layers = map[string]layer{
 	"internal/rm":     services,
 	"internal/server": services,
 
+	"internal/bench": surfaces,
 	"internal/cabi":  surfaces,
+	"internal/cli":   surfaces,
+	"internal/demo":  surfaces,
 	"internal/lint":  surfaces,
 	"internal/sim":   surfaces,
 	"internal/tui":   surfaces,
+	"internal/up":    surfaces,
 	"test":           surfaces,
-	"python":         surfaces,
-	"internal/embed": surfaces,
 
 	"cmd": programs,
 }
