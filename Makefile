@@ -1,6 +1,6 @@
 # What can be done with this tree. The work is in scripts/, where versions.env
 # names the tools; they are installed under $(MARU_CACHE), by default
-# ~/.cache/maru. Needed beforehand: Go 1.26, Python 3.11 or later, gcc, make.
+# ~/.cache/maru. Needed beforehand: Go 1.26, Python 3.11 to 3.13, gcc, make, git.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help

@@ -6,7 +6,7 @@
 # Settings (all optional):
 #   MARU_CACHE     where installed tools live; default $XDG_CACHE_HOME/maru or
 #                  ~/.cache/maru. Several trees and several runs share it.
-#   MARU_PYTHON    the Python (3.11 or later) that makes the virtual environments.
+#   MARU_PYTHON    the Python (3.11 to 3.13) that makes the virtual environments.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 1
@@ -21,6 +21,7 @@ fi
 . "$ROOT/scripts/versions.env"
 
 MARU_CACHE=${MARU_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/maru}
+[[ $MARU_CACHE == /* ]] || MARU_CACHE=$ROOT/$MARU_CACHE
 export MARU_CACHE
 TOOLS=$MARU_CACHE/tools
 PY_VENV=$MARU_CACHE/py

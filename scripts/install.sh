@@ -53,19 +53,20 @@ install_go() {
   go_tool_install golangci-lint "$GOLANGCI_LINT_VERSION" github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 }
 
-# find_python prints the first Python that is new enough. Version managers leave
-# stubs on PATH that fail when run, so each candidate is run.
+# find_python prints the first Python that is new enough and for which the pinned
+# wheels exist. Version managers leave stubs on PATH that fail when run, so each
+# candidate is run.
 find_python() {
   local p
   for p in ${MARU_PYTHON:+"$MARU_PYTHON"} python3 python3.11 python3.12 python3.13 /usr/bin/python3; do
-    if command -v "$p" >/dev/null && "$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if command -v "$p" >/dev/null && "$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
       # What comes out is the interpreter itself, never a version manager's stub:
       # an environment made by a stub breaks when the stub's settings change.
       "$p" -c 'import sys; print(sys.executable)'
       return 0
     fi
   done
-  die "no Python 3.11 or later found: install one (Debian: apt-get install python3 python3-venv) or name it in MARU_PYTHON"
+  die "no Python from 3.11 to 3.13 found: install one (Debian: apt-get install python3 python3-venv) or name it in MARU_PYTHON"
 }
 
 # apt_install PACKAGE...: as root, installs; otherwise says what to install.

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/flush"
 	"github.com/xcena-dev/maru/internal/media/dax"
 	"github.com/xcena-dev/maru/internal/media/mapping"
 )
@@ -106,6 +107,35 @@ func TestMap(t *testing.T) {
 		}
 	}
 	mapRange(t, f, deviceBytes-alignBytes, alignBytes, mapping.ReadWrite) // the end itself
+}
+
+// TestFlush: a software-coherent pool is written back and dropped by cache lines;
+// the processor of the lab has the instructions, and the lines of a device-DAX
+// take them.
+func TestFlush(t *testing.T) {
+	if !flush.Supported() {
+		t.Fatal("the processor of the lab cannot write cache lines back")
+	}
+	m := mapRange(t, open(t, dax.OpenOptions{}), 12*alignBytes, alignBytes, mapping.ReadWrite)
+	part := m.Bytes()[100:5000]
+	if err := m.Guard(func() {
+		for i := range part {
+			part[i] = byte(i)
+		}
+		if err := flush.WriteBack(part); err != nil {
+			t.Error(err)
+		}
+		if err := flush.Invalidate(part); err != nil {
+			t.Error(err)
+		}
+		for i := range part {
+			if part[i] != byte(i) {
+				t.Fatalf("byte %d is %#x after write back and invalidate", i, part[i])
+			}
+		}
+	}); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestDriverGoes: the device goes away under a mapping. That is an error of the
