@@ -1,0 +1,140 @@
+package directory
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+)
+
+// Close ends a session. Drained: every mapping is gone and every lease released; it
+// is the mapper's own proof that it is gone, and its memory comes back. Left: exports
+// are out; its replicas stay visible, views stay, and nothing is reused until the end
+// of the process is proved.
+// Errors: base.ErrPinned when a drained close finds views out, base.ErrBusy when it
+// finds copy leases out (SES-05), both with nothing changed; base.ErrInvalid;
+// base.ErrStale.
+func (d *Directory) Close(now time.Duration, who Caller, kind CloseKind) error {
+	s, err := d.begin(now, who)
+	if err != nil {
+		return err
+	}
+	switch kind {
+	case CloseDrained:
+		views := 0
+		for _, rec := range s.records {
+			if rec.kind == base.LeaseView {
+				views += rec.left
+			}
+		}
+		if views > 0 {
+			return fmt.Errorf("%w: close: %d views are out; release them, or close with exports out", base.ErrPinned, views)
+		}
+		if s.leases > 0 {
+			return fmt.Errorf("%w: close: %d copy leases are out; release them first", base.ErrBusy, s.leases)
+		}
+		d.gone(now, s)
+		return nil
+	case CloseLeft:
+		if s.relist == relistWaiting {
+			return fmt.Errorf("%w: close: list what the session holds first", base.ErrBusy)
+		}
+		d.leave(now, s)
+		return nil
+	}
+	return fmt.Errorf("%w: close: kind %d", base.ErrInvalid, kind)
+}
+
+// leave makes a session LEFT.
+func (d *Directory) leave(now time.Duration, s *session) {
+	s.state = StateLeft
+	d.effect(Effect{Kind: EffectCloseConnections, Session: s.id, Epoch: s.epoch})
+	d.endLeases(now, s, leasesCopy)
+	d.endRequests(s)
+	d.dropOperations(s)
+	s.window, s.backlog, s.backlogHead = nil, nil, 0
+	for _, slot := range slices.Clone(s.regions) {
+		if g := d.regions[slot]; g != nil && !g.private() {
+			d.keep(now, g, false)
+		}
+	}
+}
+
+// SessionGone says that a session's process is proved gone: leases and views end,
+// private memory is free, regions with keys become KEPT and those without go back
+// (R3, L1). It reports whether the session was known and not gone already.
+func (d *Directory) SessionGone(now time.Duration, id base.SessionID, _ GoneProof) bool {
+	d.expireDue(now)
+	s := d.sessions[id]
+	if s == nil || s.state == StateKept {
+		return false
+	}
+	d.gone(now, s)
+	return true
+}
+
+// NodeBooted says that a node (the same machine) runs under this boot id: the
+// processes of its sessions of other boots are gone. It returns how many.
+func (d *Directory) NodeBooted(now time.Duration, node base.NodeID, boot base.BootID) int {
+	d.expireDue(now)
+	n := 0
+	for _, s := range slices.Clone(d.sessionList) {
+		if s.node == node && s.boot != boot && s.state != StateKept && s.state != StateAwaited {
+			d.gone(now, s)
+			n++
+		}
+	}
+	return n
+}
+
+func (d *Directory) gone(now time.Duration, s *session) {
+	wasHidden := s.state == StateSuspect
+	if s.state == StateLive {
+		d.effect(Effect{Kind: EffectCloseConnections, Session: s.id, Epoch: s.epoch})
+	}
+	d.counters.SessionsGone++
+	s.state, s.deadline = StateKept, 0
+	d.endLeases(now, s, leasesAll)
+	d.endRequests(s)
+	d.dropOperations(s)
+	s.window, s.backlog, s.backlogHead = nil, nil, 0
+	s.proved, s.unreachable = 0, nil
+	regions := s.regions
+	s.regions = nil
+	for _, slot := range regions {
+		g := d.regions[slot]
+		if g == nil {
+			continue
+		}
+		if g.private() {
+			g.pool.keptBytes += g.capacityBytes() // dropRegion takes it out again
+			g.writer = nil
+			d.dropRegion(g)
+			continue
+		}
+		g.writer = nil
+		g.pool.keptBytes += g.capacityBytes()
+		s.cxlUsed -= min(s.cxlUsed, g.place.ExtentBytes)
+	}
+	for _, slot := range regions {
+		switch g := d.regions[slot]; {
+		case g == nil || g.writerID != s.id || g.private():
+		case g.state == regionGoing:
+			d.settleGoing(now, g)
+		case g.state != regionFreeing:
+			d.keep(now, g, wasHidden)
+		}
+	}
+	if p := s.cpu; p != nil {
+		delete(d.pools, p.number)
+		d.hosts[s.cpuNode] -= p.grantBytes
+		if d.hosts[s.cpuNode] == 0 {
+			delete(d.hosts, s.cpuNode)
+		}
+		s.cpu = nil
+		d.effect(Effect{Kind: EffectCapacityReturned, Session: s.id, Node: s.cpuNode, Bytes: p.grantBytes})
+	}
+	d.forgetKept(s.id)
+	d.checkRestart(now)
+}

@@ -1,0 +1,450 @@
+package directory
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/hot"
+)
+
+// After a restart of the server its sessions come back cold: pages that they list are
+// QUARANTINED, charged and never found, until rule "Server restart" holds for their
+// region; then they are retired and come back page by page. Leases and views that
+// they list are recorded and protect from the first moment. A later version makes
+// READY of QUARANTINED; all that it needs is recorded with the page already.
+
+// relistProgress is where a session is with its list.
+type relistProgress uint8
+
+const (
+	relistNone    relistProgress = iota
+	relistWaiting                // opened; its list has not ended
+	relistDone
+)
+
+// restartState is what rule "Server restart" needs.
+type restartState struct {
+	regions           int  // recovered regions for which the rule does not hold yet
+	predecessorsEnded bool // the processes of all older incarnations are proved ended ...
+	endedAt           time.Duration
+}
+
+// recovery is what a region of an older incarnation waits for.
+type recovery struct {
+	holders []Holder
+	done    bool
+}
+
+// Holder is a mapper of a region on the resource manager's list.
+type Holder struct {
+	Session base.SessionID
+	Views   bool // it may export views: only its open here, or its proved end, counts
+}
+
+// RecoveredRegion is a region of this owner that an older incarnation was granted.
+type RecoveredRegion struct {
+	Pool        base.PoolID
+	Region      base.RegionID
+	Incarnation base.Incarnation
+	Place       Place
+	Namespace   base.NamespaceID
+	Writer      base.SessionID
+	Write       []byte
+	Holders     []Holder
+}
+
+// RecoverRegions takes over the regions of the resource manager's list after a start.
+// Their bytes are charged and none is reused before rule "Server restart" holds. It is
+// called before the first Open; a writer or holder that has opened already is fenced
+// and must open and list again. Regions that are known are passed over.
+// Errors, with nothing taken over: base.ErrInvalid, base.ErrNotFound for a pool that
+// SetPools did not name, base.ErrLimit.
+func (d *Directory) RecoverRegions(now time.Duration, regions []RecoveredRegion) error {
+	d.expireDue(now)
+	lim := &d.cfg.Limits
+	var pages uint64
+	fresh := 0
+	for i := range regions {
+		r := &regions[i]
+		p := d.sharedPool(r.Pool)
+		pl := &r.Place
+		switch {
+		case p == nil:
+			return fmt.Errorf("%w: recover region %d: pool %v", base.ErrNotFound, r.Region, r.Pool)
+		case r.Region == 0 || r.Region >= base.FirstPrivateRegion || r.Incarnation == 0 || r.Incarnation > base.MaxIncarnation ||
+			r.Writer == base.SessionID{} || r.Namespace == base.NamespaceID{}:
+			return fmt.Errorf("%w: recover region %d of pool %v: incomplete", base.ErrInvalid, r.Region, r.Pool)
+		case pl.PageBytes == 0 || pl.PageBytes > base.MaxObjectBytes || pl.PageCount == 0 || pl.PageCount > lim.MaxRegionPages ||
+			pl.ExtentBytes/pl.PageBytes < pl.PageCount:
+			return fmt.Errorf("%w: recover region %d of pool %v: %d pages of %d bytes in %d", base.ErrInvalid, r.Region, r.Pool, pl.PageCount, pl.PageBytes, pl.ExtentBytes)
+		case len(r.Holders) > lim.MaxRecoveredHolders:
+			return limitErr("max-recovered-holders", lim.MaxRecoveredHolders, fmt.Sprintf("recover region %d: %d holders", r.Region, len(r.Holders)))
+		}
+		if p.regions[r.Region] == 0 {
+			fresh++
+			pages += pl.PageCount
+		}
+	}
+	if d.regionCount+fresh > lim.MaxRegions {
+		return limitErr("max-regions", lim.MaxRegions, fmt.Sprintf("recover: %d regions", d.regionCount+fresh))
+	}
+	if d.pageCount+pages > lim.MaxPages {
+		return limitErr("max-pages", lim.MaxPages, fmt.Sprintf("recover: %d pages", d.pageCount+pages))
+	}
+	for i := range regions {
+		if _, err := d.namespaceFor(regions[i].Namespace); err != nil {
+			return err
+		}
+		d.namespaces[regions[i].Namespace].regions++ // kept while the list is taken over
+	}
+	for i := range regions {
+		d.recoverRegion(now, &regions[i])
+		d.namespaces[regions[i].Namespace].regions--
+	}
+	d.checkRestart(now)
+	return nil
+}
+
+func (d *Directory) recoverRegion(now time.Duration, r *RecoveredRegion) {
+	p := d.sharedPool(r.Pool)
+	if p.regions[r.Region] != 0 {
+		return
+	}
+	writer := d.await(now, r.Writer)
+	for _, h := range r.Holders {
+		d.await(now, h.Session)
+	}
+	owner := writer
+	if writer.state == StateKept {
+		owner = nil
+	}
+	p.reserved += r.Place.ExtentBytes
+	g := d.addRegion(p, d.namespaces[r.Namespace], r.Region, r.Incarnation, r.Place, owner, r.Writer, r.Write)
+	g.recovered = &recovery{holders: append([]Holder(nil), r.Holders...)}
+	d.restart.regions++
+	if owner == nil {
+		p.keptBytes += g.capacityBytes()
+		d.keep(now, g, false)
+	}
+}
+
+// await makes or finds the record of a session on the resource manager's list.
+func (d *Directory) await(now time.Duration, id base.SessionID) *session {
+	s := d.sessions[id]
+	if s == nil {
+		s = &session{id: id, state: StateAwaited}
+		d.sessions[id] = s
+		d.sessionList = append(d.sessionList, s)
+	}
+	if !s.listed {
+		s.listed = true
+		s.relist = relistWaiting
+		if s.state == StateLive {
+			d.fence(now, s, "the server has recovered regions that this session maps")
+		}
+	}
+	return s
+}
+
+// PredecessorsEnded says that the processes of all older incarnations of this server
+// are proved ended; a fence alone is no such proof. From then on a full TTL satisfies
+// holds without views.
+func (d *Directory) PredecessorsEnded(now time.Duration) {
+	if !d.restart.predecessorsEnded {
+		d.restart.predecessorsEnded, d.restart.endedAt = true, now
+	}
+	d.checkRestart(now)
+}
+
+// RelistIncomplete reports whether a recovered region still waits for rule "Server
+// restart". Until it is false, the shell frees no region of an older incarnation, and
+// no delete is acknowledged.
+// Concurrency: read lock.
+func (d *Directory) RelistIncomplete() bool { return d.restart.regions > 0 }
+
+// settled reports whether a session has opened here and listed, or is proved gone.
+func (d *Directory) settled(id base.SessionID) bool {
+	s := d.sessions[id]
+	return s == nil || s.state == StateKept || (s.state != StateAwaited && s.relist != relistWaiting)
+}
+
+// restartRule is rule "Server restart" for one region: every holder and the writer
+// that the resource manager lists has opened here or is proved gone. A hold without
+// views is also satisfied by a full TTL after the older processes were proved ended.
+// It returns when time alone could change the answer.
+func (d *Directory) restartRule(now time.Duration, g *region) (bool, time.Duration) {
+	if !d.settled(g.writerID) {
+		return false, never
+	}
+	next := time.Duration(0)
+	for _, h := range g.recovered.holders {
+		if d.settled(h.Session) {
+			continue
+		}
+		if h.Views || !d.restart.predecessorsEnded {
+			return false, never
+		}
+		next = max(next, d.restart.endedAt+d.cfg.TTL)
+	}
+	return next <= now, next
+}
+
+// checkRestart applies the rule to every region that waits for it.
+func (d *Directory) checkRestart(now time.Duration) time.Duration {
+	next := never
+	if d.restart.regions == 0 {
+		return next
+	}
+	for _, g := range d.regions {
+		if g == nil || g.recovered == nil || g.recovered.done {
+			continue
+		}
+		ok, due := d.restartRule(now, g)
+		if !ok {
+			next = min(next, due)
+			continue
+		}
+		d.restartSettled(now, g)
+	}
+	if d.restart.regions == 0 {
+		clear(d.tombstones)
+		clear(d.nsTombs)
+		for _, id := range append([]DeleteID(nil), d.deleteList...) {
+			if pd := d.deletes[id]; pd != nil {
+				d.settleDelete(pd)
+			}
+		}
+	}
+	return next
+}
+
+// restartSettled lets the pages of a recovered region go on.
+func (d *Directory) restartSettled(now time.Duration, g *region) {
+	g.recovered.done = true
+	d.restart.regions--
+	for page := range g.pages {
+		ref := g.pages[page]
+		if ref == 0 {
+			continue
+		}
+		switch r := d.store.replica(ref); r.state() {
+		case replicaQuarantined:
+			d.releaseQuarantine(now, g, ref)
+		case replicaRetiring:
+			d.advance(now, g, ref)
+		}
+		if d.regions[g.slot] != g {
+			return
+		}
+	}
+	d.settleKept(now, g)
+	d.settleGoing(now, g)
+}
+
+// releaseQuarantine ends the quarantine of a page when nothing protects it any more.
+// A page that its writer listed is retired, so that the writer clears its mark and
+// takes it back; one that only leases named is free at its writer.
+func (d *Directory) releaseQuarantine(now time.Duration, g *region, ref replicaRef) {
+	r := d.store.replica(ref)
+	if r.state() != replicaQuarantined || r.leases() != 0 {
+		return
+	}
+	if !r.has(flagRestartHeld) {
+		d.freeReplica(g, r.page, ref)
+		return
+	}
+	if g.recovered.done {
+		d.retire(now, g, ref)
+	}
+}
+
+// Relist takes a frame of a session's list after a restart and appends a
+// hot.RelistResult a page to dst. It is idempotent; the frame with Last ends the list,
+// and only then the session's commits are taken. Pages of regions that are not the
+// session's, and of private cpu pools (the writer knows its own), are refused.
+// Errors, with nothing taken: base.ErrStale; base.ErrLimit when the leases would pass
+// the session's limit or the table is full; base.ErrInvalid.
+func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest, dst []byte) ([]byte, error) {
+	s, err := d.begin(now, who)
+	if err != nil {
+		return dst, err
+	}
+	d.raiseWatermark(s, req.Watermark)
+	if s.role != base.RoleWorker {
+		return dst, fmt.Errorf("%w: relist: a scheduler holds nothing", base.ErrDenied)
+	}
+	open := s.relist == relistWaiting
+	if open {
+		if err := d.checkRelist(s, req); err != nil {
+			return dst, err
+		}
+	}
+	for i := range req.Pages.Len() {
+		page := req.Pages.At(i)
+		dst = append(dst, byte(d.relistPage(s, &page, open)))
+	}
+	if !open {
+		return dst, nil
+	}
+	for i := range req.Leases.Len() {
+		l := req.Leases.At(i)
+		if err := d.relistLease(s, &l); err != nil {
+			return dst, err
+		}
+	}
+	if req.Last {
+		s.relist = relistDone
+		d.checkRestart(now)
+	}
+	return dst, nil
+}
+
+// checkRelist makes sure that a frame fits whole.
+func (d *Directory) checkRelist(s *session, req *hot.RelistRequest) error {
+	lim := &d.cfg.Limits
+	leases := req.Leases.Len()
+	if s.leases+leases > lim.MaxLeases {
+		return limitErr("max-leases", lim.MaxLeases, fmt.Sprintf("relist: the session has %d leases and lists %d more", s.leases, leases))
+	}
+	need := u64(req.Pages.Len() + leases)
+	if d.store.objectCount+need > lim.MaxObjects {
+		return limitErr("max-objects", lim.MaxObjects, "relist: the directory is full of objects")
+	}
+	if d.store.extraCount+need > lim.MaxExtraReplicas {
+		return limitErr("max-extra-replicas", lim.MaxExtraReplicas, "relist: the directory is full of further replicas")
+	}
+	for i := range leases {
+		l := req.Leases.At(i)
+		if l.Acquire == 0 || l.Index >= hot.MaxKeys || (l.Kind == base.LeaseView && !s.views) {
+			return fmt.Errorf("%w: relist: lease %d of operation %d, kind %v", base.ErrInvalid, l.Index, l.Acquire, l.Kind)
+		}
+		if rec := s.record(l.Acquire); rec != nil && rec.kind != l.Kind {
+			return fmt.Errorf("%w: relist: leases of operation %d are of two kinds", base.ErrInvalid, l.Acquire)
+		}
+	}
+	return nil
+}
+
+func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) hot.RelistResult {
+	g := d.regionOf(p.Pool, p.Region)
+	if g == nil || g.private() || g.writer != s || g.state != regionGranted || g.recovered == nil {
+		return hot.RelistRefused
+	}
+	page, ok := g.pageAt(p.Offset)
+	if !ok || p.Length == 0 || p.Length > g.place.PageBytes || p.Generation.High() != uint32(g.incarnation) ||
+		p.Generation.Counter() == 0 || p.Key.IsZero() {
+		return hot.RelistRefused
+	}
+	if ref := g.pages[page]; ref != 0 {
+		r := d.store.replica(ref)
+		if r.has(flagRestartHeld) {
+			if r.generation != p.Generation {
+				return hot.RelistRefused
+			}
+			return relistResultOf(r)
+		}
+		if !open {
+			return hot.RelistRefused
+		}
+		// Leases named the page first: it stays theirs, and is the writer's too. Of two
+		// generations the writer knows the current one.
+		r.generation = max(r.generation, p.Generation)
+		r.checksum, r.order = p.Checksum, p.Order
+		d.account(g, r, -1)
+		r.lengthState = r.lengthState&0xff | p.Length<<8
+		r.setFlag(flagRestartHeld)
+		g.held++
+		g.last[page] = r.generation
+		d.account(g, r, +1)
+		return d.relistState(g, r, p)
+	}
+	if !open {
+		return hot.RelistRefused
+	}
+	r := replica{
+		generation: p.Generation, order: p.Order, checksum: p.Checksum, region: g.slot, page: page,
+		lengthState: p.Length<<8 | uint64(replicaQuarantined|flagRestartHeld),
+	}
+	var ref replicaRef
+	var err error
+	if p.State == hot.RelistUncertain {
+		ref, err = d.store.insertOrphan(r)
+	} else {
+		w := keyWords(p.Key[:])
+		ns := uint32(g.ns.number)
+		ref, err = d.store.insert(ns, &w, d.store.find(ns, &w), &p.Parent, r)
+	}
+	if err != nil {
+		// No memory for the record: the region must not be reused behind it.
+		d.counters.RelistRefused++
+		return hot.RelistRefused
+	}
+	g.pages[page] = ref
+	g.last[page] = p.Generation
+	g.used++
+	g.held++
+	rp := d.store.replica(ref)
+	d.account(g, rp, +1)
+	return d.relistState(g, rp, p)
+}
+
+// relistState retires what was retiring, or was deleted since (R7). The page waits for
+// its mark and for the rule.
+func (d *Directory) relistState(g *region, r *replica, p *hot.RelistPage) hot.RelistResult {
+	deleted := d.tombstones[tombstoneKey{g.ns.number, p.Key}] >= p.Order && p.Order != 0 || d.nsTombs[g.ns.number] >= p.Order && p.Order != 0
+	if p.State == hot.RelistRetiring || (p.State == hot.RelistReady && deleted) {
+		d.account(g, r, -1)
+		r.setState(replicaRetiring)
+		d.account(g, r, +1)
+	}
+	return relistResultOf(r)
+}
+
+func relistResultOf(r *replica) hot.RelistResult {
+	if r.state() == replicaRetiring {
+		return hot.RelistRetire
+	}
+	return hot.RelistQuarantined
+}
+
+// relistLease records a lease on a page of anybody.
+func (d *Directory) relistLease(s *session, l *hot.RelistLease) error {
+	g := d.regionOf(l.Pool, l.Region)
+	if g == nil || g.private() || g.recovered == nil {
+		return nil // the region is not ours any more: the resource manager's hold protects it
+	}
+	page, ok := g.pageAt(l.Offset)
+	if !ok {
+		return fmt.Errorf("%w: relist: offset %d of region %d", base.ErrInvalid, l.Offset, l.Region)
+	}
+	rec := s.record(l.Acquire)
+	if rec == nil {
+		rec = &leaseRecord{seq: l.Acquire, kind: l.Kind, rows: d.rowBuffer(), listed: true}
+		s.addRecord(rec)
+	}
+	for uint64(len(rec.rows)) <= uint64(l.Index) {
+		rec.rows = append(rec.rows, rowReleased)
+	}
+	if rec.rows[l.Index] >= firstObject || rec.kind != l.Kind {
+		return nil // listed already
+	}
+	ref := g.pages[page]
+	if ref == 0 {
+		var err error
+		ref, err = d.store.insertOrphan(replica{
+			generation: l.Generation, region: g.slot, page: page, lengthState: uint64(replicaQuarantined),
+		})
+		if err != nil {
+			return err
+		}
+		g.pages[page] = ref
+		g.last[page] = max(g.last[page], l.Generation)
+		g.used++
+		d.account(g, d.store.replica(ref), +1)
+	}
+	rec.rows[l.Index] = ref
+	rec.left++
+	d.lease(s, g, d.store.replica(ref), l.Kind)
+	return nil
+}
