@@ -113,13 +113,14 @@ func (s *Server) runBatch(batch []*job) error {
 		}
 		waiting = append(waiting, j)
 	}
-	err := s.commit()
+	err := s.commit(len(waiting))
 	if err != nil {
 		for _, j := range waiting {
 			j.err = err
 			close(j.done)
 		}
 		s.log.Error("commit failed; it is tried again, and nothing is acknowledged before it succeeds", "error", err)
+		s.glance.Store(s.takeGlance(err))
 		return err
 	}
 	for _, j := range waiting {
@@ -143,12 +144,12 @@ func (s *Server) runBatch(batch []*job) error {
 			s.log.Info("mapper is gone", "session", e.Session, "proof", string(e.Proof))
 		}
 	}
-	s.glance.Store(s.takeGlance())
+	s.glance.Store(s.takeGlance(nil))
 	return nil
 }
 
 // commit makes the pending batch durable, if there is anything in it.
-func (s *Server) commit() error {
+func (s *Server) commit(requests int) error {
 	s.slots = nil
 	if s.pending.IsEmpty() {
 		return nil
@@ -156,7 +157,7 @@ func (s *Server) commit() error {
 	s.slots = s.core.Seal(s.pending)
 	start := time.Now()
 	err := s.store.Commit(s.pending.Changes())
-	s.metrics.commit(time.Since(start), err)
+	s.metrics.commit(time.Since(start), requests, err)
 	return err
 }
 

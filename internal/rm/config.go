@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"time"
 
@@ -16,6 +15,7 @@ import (
 	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/poolfmt"
 	"github.com/xcena-dev/maru/internal/rm/core"
+	"github.com/xcena-dev/maru/internal/settings"
 )
 
 // Defaults of the program.
@@ -143,6 +143,27 @@ type PoolSpec struct {
 	Coherence base.Coherence
 }
 
+// ParsePools reads a list of pools that was cut at commas, as settings do: a part
+// that is an option belongs to the pool before it. Errors: ErrInvalid, all of them.
+func ParsePools(parts []string) ([]PoolSpec, error) {
+	var whole []string
+	for _, p := range parts {
+		key, _, isOption := strings.Cut(p, "=")
+		if isOption && !strings.Contains(key, ":") && len(whole) > 0 {
+			whole[len(whole)-1] += "," + p
+			continue
+		}
+		whole = append(whole, p)
+	}
+	var out []PoolSpec
+	var all []error
+	for _, w := range whole {
+		p, err := ParsePool(w)
+		out, all = append(out, p), append(all, err)
+	}
+	return out, errors.Join(all...)
+}
+
 // ParsePool reads kind:path[,size=8G][,name=cxl0][,coherence=hardware|software].
 // Errors: ErrInvalid, with the value and what is allowed.
 func ParsePool(s string) (PoolSpec, error) {
@@ -174,7 +195,7 @@ func ParsePool(s string) (PoolSpec, error) {
 		var err error
 		switch key {
 		case "size":
-			p.SizeBytes, err = ParseSize(value)
+			p.SizeBytes, err = settings.ParseSize(value)
 		case "name":
 			p.Name = value
 		case "coherence":
@@ -203,21 +224,4 @@ func (p PoolSpec) validate() error {
 		return fmt.Errorf("%w: pool %s: a devdax device has the size that it has; leave size out", base.ErrInvalid, p.Path)
 	}
 	return nil
-}
-
-// ParseSize reads bytes with an optional unit: 4096, 512K, 64M, 8G, 1T (powers
-// of 1024, also with iB). Errors: ErrInvalid.
-func ParseSize(s string) (uint64, error) {
-	number := strings.TrimSuffix(strings.TrimSuffix(strings.ToUpper(strings.TrimSpace(s)), "B"), "I")
-	shift := 0
-	if n := len(number); n > 0 {
-		if i := strings.IndexByte("KMGT", number[n-1]); i >= 0 {
-			shift, number = 10*(i+1), number[:n-1]
-		}
-	}
-	v, err := strconv.ParseUint(number, 10, 64)
-	if err != nil || v == 0 || v > 1<<62>>shift {
-		return 0, fmt.Errorf("%w: size %q, allowed: a positive number of bytes with K, M, G or T", base.ErrInvalid, s)
-	}
-	return v << shift, nil
 }

@@ -119,10 +119,10 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if err := s.listenUnix(); err != nil {
 		return nil, err
 	}
-	if err := s.metrics.serve(); err != nil {
+	if err := s.metrics.listen(); err != nil {
 		return nil, err
 	}
-	s.grpc = rpc.NewServer(rpc.Limits{}, rpc.WithCredentials(peer.ServerCredentials()), rpc.WithLogger(s.log), rpc.WithUnary(s.metrics.unary))
+	s.grpc = rpc.NewServer(rpc.Limits{}, rpc.WithCredentials(peer.ServerCredentials()), rpc.WithLogger(s.log), rpc.WithUnary(s.metrics.rpc.Unary), rpc.WithStream(s.metrics.rpc.Stream), rpc.WithPanicMetric(s.metrics.rpc.Panic))
 	maruv1.RegisterResourceManagerServer(s.grpc, &service{Server: s})
 	s.serving.Go(s.commitLoop)
 	if s.tcp != nil {
@@ -216,11 +216,11 @@ func (s *Server) release() error {
 	if s.watcher != nil {
 		s.watcher.Close()
 	}
+	if s.metrics != nil {
+		s.metrics.close()
+	}
 	close(s.stopping)
 	s.serving.Wait()
-	if s.metrics != nil {
-		all = errors.Join(all, s.metrics.close())
-	}
 	if s.tcp != nil {
 		if err := s.tcp.Close(); !errors.Is(err, net.ErrClosed) {
 			all = errors.Join(all, err)
