@@ -1,0 +1,58 @@
+package server
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/xcena-dev/maru/internal/keys"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// testConfig is a cpu-only server on free ports with its sockets in a short
+// directory of its own (socket paths are bounded).
+func testConfig(t testing.TB) Config {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "maru-server-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	log := slog.New(slog.NewTextHandler(io.Discard, nil))
+	if os.Getenv("MARU_TEST_LOG") != "" {
+		log = slog.New(slog.NewTextHandler(os.Stderr, nil))
+	}
+	return Config{
+		Port: AnyPort, HTTPPort: AnyPort, CPUOnly: true, StateDir: filepath.Join(dir, "state"),
+		UnixPath: filepath.Join(dir, "c.sock"), HotUnixPath: filepath.Join(dir, "h.sock"),
+		CPUBudgetBytes: 1 << 30, Log: log, Version: "test",
+	}
+}
+
+func startServer(t testing.TB, cfg Config) *Server {
+	t.Helper()
+	s, err := Start(context.Background(), cfg)
+	if err != nil {
+		t.Fatalf("start: %v", err)
+	}
+	t.Cleanup(func() { stopServer(t, s) })
+	return s
+}
+
+func stopServer(t testing.TB, s *Server) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	if err := s.Close(ctx); err != nil {
+		t.Errorf("close: %v", err)
+	}
+}
+
+func opaqueNamespace() []byte { return keys.OpaqueNamespace() }

@@ -1,0 +1,397 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/directory"
+	"github.com/xcena-dev/maru/internal/peer"
+	"github.com/xcena-dev/maru/internal/rpc"
+)
+
+// RM protocol versions that this server speaks.
+const (
+	minRMVersion = 1
+	maxRMVersion = 1
+)
+
+// Waits between two tries to reach the resource manager.
+const (
+	minRMBackoff = 50 * time.Millisecond
+	maxRMBackoff = 2 * time.Second
+)
+
+// rmLink keeps the connection to the resource manager: it finds it, becomes an
+// owner there, watches what happens to the owner's regions and mappers, and comes
+// back after a loss. One goroutine (run) does all of it.
+type rmLink struct {
+	server  *Server
+	log     *slog.Logger
+	address string
+
+	mu struct {
+		sync.Mutex
+		conn        *grpc.ClientConn
+		client      maruv1.ResourceManagerClient // nil while the RM is away
+		incarnation base.Incarnation             // 0 until the RM gave one; then for life
+		store       base.StoreID
+		unixPath    string
+		pools       map[base.PoolID]*maruv1.PoolInfo
+		processes   map[base.SessionID]peer.Process // of the holders before this start
+		reason      string                          // why it is away
+	}
+}
+
+func newRMLink(s *Server) *rmLink {
+	l := &rmLink{server: s, address: s.cfg.RMAddress, log: s.log.With("rm", s.cfg.RMAddress)}
+	l.mu.reason = "the resource manager at " + l.address + " has not answered yet"
+	l.mu.pools = make(map[base.PoolID]*maruv1.PoolInfo)
+	return l
+}
+
+// use returns the client and our incarnation. Errors: ErrUnavailable.
+func (l *rmLink) use() (maruv1.ResourceManagerClient, base.Incarnation, error) {
+	if l == nil {
+		return nil, 0, fmt.Errorf("%w: this server runs with --cpu-only; it has no cxl pools", base.ErrUnsupported)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.mu.client == nil {
+		return nil, l.mu.incarnation, fmt.Errorf("%w: %s", base.ErrUnavailable, l.mu.reason)
+	}
+	return l.mu.client, l.mu.incarnation, nil
+}
+
+// status says whether the RM is there, and why not.
+func (l *rmLink) status() (incarnation base.Incarnation, reason string) {
+	if l == nil {
+		return 0, ""
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.mu.incarnation, l.mu.reason
+}
+
+func (l *rmLink) addresses() (tcp []string, unixPath string) {
+	if l == nil {
+		return nil, ""
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return []string{l.address}, l.mu.unixPath
+}
+
+func (l *rmLink) poolInfo(id base.PoolID) *maruv1.PoolInfo {
+	if l == nil {
+		return nil
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.mu.pools[id]
+}
+
+func (l *rmLink) poolIDs() [][]byte {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	out := make([][]byte, 0, len(l.mu.pools))
+	for id := range l.mu.pools {
+		out = append(out, id[:])
+	}
+	return out
+}
+
+// run ends when ctx does, or when this server is fenced.
+func (l *rmLink) run(ctx context.Context) {
+	wait := minRMBackoff
+	logged := ""
+	for ctx.Err() == nil {
+		began := time.Now()
+		err := l.attempt(ctx)
+		l.lost(err)
+		if ctx.Err() != nil {
+			return
+		}
+		if errors.Is(err, base.ErrFenced) {
+			l.server.fence(err.Error())
+			return
+		}
+		if time.Since(began) > 10*maxRMBackoff {
+			wait, logged = minRMBackoff, ""
+		}
+		if text := err.Error(); text != logged {
+			l.log.Warn("no resource manager; cpu pools are served, cxl pools are not", "error", err,
+				"cure", "start maru-resource-manager there, or name another one with --rm-address")
+			logged = text
+		}
+		if !l.server.sleep(wait) {
+			return
+		}
+		wait = min(2*wait, maxRMBackoff)
+	}
+}
+
+// lost forgets the connection and tells the directory that allocations must wait.
+func (l *rmLink) lost(err error) {
+	l.mu.Lock()
+	conn := l.mu.conn
+	l.mu.conn, l.mu.client = nil, nil
+	if err != nil {
+		l.mu.reason = "the resource manager at " + l.address + " is away: " + err.Error()
+	}
+	l.mu.Unlock()
+	if conn != nil {
+		_ = conn.Close()
+	}
+}
+
+// attempt lives as long as one connection does.
+func (l *rmLink) attempt(ctx context.Context) error {
+	conn, described, err := l.connect(ctx)
+	if err != nil {
+		return err
+	}
+	client := maruv1.NewResourceManagerClient(conn)
+	store, err := base.IDFromBytes("store_id", described.GetStoreId())
+	if err != nil {
+		_ = conn.Close()
+		return err
+	}
+	l.mu.Lock()
+	incarnation, known := l.mu.incarnation, l.mu.store
+	l.mu.conn = conn
+	l.mu.unixPath = ""
+	if described.GetUnixPath() != "" && l.local(described) {
+		l.mu.unixPath = described.GetUnixPath()
+	}
+	l.mu.Unlock()
+	if incarnation != 0 && known != store {
+		return fmt.Errorf("%w: the resource manager at %s has store %s, this server's regions are in store %s; "+
+			"bring the old one back, or restart this server to begin anew", base.ErrForeign, l.address, base.StoreID(store), known)
+	}
+	if err := l.setPools(described.GetPools()); err != nil {
+		return err
+	}
+	if incarnation == 0 {
+		if incarnation, err = l.startOwner(ctx, client, store); err != nil {
+			return err
+		}
+	}
+	return l.serve(ctx, client, incarnation)
+}
+
+func (l *rmLink) local(d *maruv1.DescribeResponse) bool {
+	return string(d.GetBootId()) == string(l.server.node.Boot[:])
+}
+
+// connect dials the RM's address and moves to its Unix socket when it runs on this
+// boot: only there can either side prove the other's process.
+func (l *rmLink) connect(ctx context.Context) (*grpc.ClientConn, *maruv1.DescribeResponse, error) {
+	conn, described, err := l.dial(ctx, l.address)
+	if err != nil {
+		return nil, nil, err
+	}
+	path := described.GetUnixPath()
+	if path == "" || !l.local(described) {
+		return conn, described, nil
+	}
+	local, again, err := l.dial(ctx, "unix:"+path)
+	if err != nil || string(again.GetStoreId()) != string(described.GetStoreId()) {
+		if err == nil {
+			_ = local.Close()
+			err = fmt.Errorf("%w: another resource manager answers there", base.ErrForeign)
+		}
+		l.log.Warn("the resource manager's Unix socket cannot be used; TCP is", "path", path, "error", err)
+		return conn, described, nil
+	}
+	_ = conn.Close()
+	return local, again, nil
+}
+
+func (l *rmLink) dial(ctx context.Context, address string) (*grpc.ClientConn, *maruv1.DescribeResponse, error) {
+	ctx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
+	defer cancel()
+	conn, err := rpc.Dial(ctx, address)
+	if err != nil {
+		return nil, nil, err
+	}
+	d, err := maruv1.NewResourceManagerClient(conn).Describe(ctx, &maruv1.DescribeRequest{
+		Version: &maruv1.ProtocolVersion{Min: minRMVersion, Max: maxRMVersion},
+	})
+	if err != nil {
+		_ = conn.Close()
+		return nil, nil, err
+	}
+	return conn, d, nil
+}
+
+// startOwner asks for this start's incarnation, once: a lost answer costs one number.
+func (l *rmLink) startOwner(ctx context.Context, client maruv1.ResourceManagerClient, store base.StoreID) (base.Incarnation, error) {
+	callCtx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
+	defer cancel()
+	s := l.server
+	answer, err := client.StartOwner(callCtx, &maruv1.StartOwnerRequest{
+		OwnerId: s.state.server[:], Name: s.state.name, NodeId: s.node.Node[:], BootId: s.node.Boot[:],
+		DirectoryId: s.state.directory[:], DirectoryLocked: true,
+	})
+	if err != nil {
+		return 0, fmt.Errorf("becoming an owner at the resource manager: %w", err)
+	}
+	incarnation := base.Incarnation(answer.GetIncarnation())
+	if incarnation == 0 || incarnation > base.MaxIncarnation {
+		return 0, fmt.Errorf("%w: the resource manager gave incarnation %d", base.ErrInvalid, incarnation)
+	}
+	if err := s.ownerStarted(ctx, client, incarnation, answer.GetPredecessorsEnded()); err != nil {
+		return 0, err
+	}
+	l.mu.Lock()
+	l.mu.incarnation, l.mu.store = incarnation, store
+	l.mu.Unlock()
+	l.log.Info("owner at the resource manager", "server_id", s.state.server.String(), "incarnation", incarnation,
+		"predecessors_ended", answer.GetPredecessorsEnded(), "reason", answer.GetReason())
+	return incarnation, nil
+}
+
+// serve makes the RM usable and follows its events until the connection is lost.
+func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient, incarnation base.Incarnation) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	s := l.server
+	stream, err := client.WatchOwner(ctx, &maruv1.WatchOwnerRequest{OwnerId: s.state.server[:], Incarnation: uint32(incarnation)})
+	if err != nil {
+		return err
+	}
+	first := true
+	for {
+		event, err := stream.Recv()
+		if err != nil {
+			return fmt.Errorf("watching this owner at the resource manager: %w", err)
+		}
+		if first {
+			// The snapshot says that the RM knows this incarnation: from here on it is used.
+			first = false
+			l.mu.Lock()
+			l.mu.client, l.mu.reason = client, ""
+			l.mu.Unlock()
+			s.rmAvailable()
+		}
+		if err := l.event(event); err != nil {
+			return err
+		}
+	}
+}
+
+func (l *rmLink) event(e *maruv1.OwnerEvent) error {
+	s := l.server
+	switch e := e.GetEvent().(type) {
+	case *maruv1.OwnerEvent_SessionGone:
+		id, err := base.IDFromBytes("session_id", e.SessionGone.GetSessionId())
+		if err != nil {
+			return err
+		}
+		s.sessionGone(id, goneProof(e.SessionGone.GetProof()), "the resource manager: "+e.SessionGone.GetProof())
+	case *maruv1.OwnerEvent_RegionFreed:
+		pool, err := base.IDFromBytes("pool_id", e.RegionFreed.GetPoolId())
+		if err != nil {
+			return err
+		}
+		s.regionFreed(pool, base.RegionID(e.RegionFreed.GetRegionId()))
+	case *maruv1.OwnerEvent_Fenced:
+		return fmt.Errorf("%w: incarnation %d of server %s (%s) was started", base.ErrFenced,
+			e.Fenced.GetIncarnation(), s.state.server, s.state.name)
+	case *maruv1.OwnerEvent_Snapshot:
+		// Nobody who is missing there is proved gone by that alone: a session without
+		// a hold may never have had one. The list is what ListRegions says, too.
+	}
+	return nil
+}
+
+func goneProof(text string) directory.GoneProof {
+	for p := directory.GoneSaidSo; p <= directory.GoneOperator; p++ {
+		if p.String() == text {
+			return p
+		}
+	}
+	return directory.GoneOperator
+}
+
+// setPools checks and takes over what the RM says of its pools.
+func (l *rmLink) setPools(infos []*maruv1.PoolInfo) error {
+	pools := make([]directory.Pool, 0, len(infos))
+	byID := make(map[base.PoolID]*maruv1.PoolInfo, len(infos))
+	for _, info := range infos {
+		id, err := base.IDFromBytes("pool_id", info.GetPoolId())
+		if err != nil {
+			return err
+		}
+		byID[id] = info
+		pools = append(pools, directory.Pool{
+			ID: id, Medium: base.Medium(info.GetMedium()), Tier: base.Tier(info.GetTier()), Scope: base.Scope(info.GetScope()), //nolint:gosec // enums
+			Coherence: base.Coherence(info.GetCoherence()), CapacityBytes: info.GetCapacityBytes(), //nolint:gosec // enum
+			LargestFreeBytes: info.GetLargestFreeBytes(), Online: info.GetState() == maruv1.PoolState_POOL_STATE_ONLINE,
+		})
+	}
+	l.mu.Lock()
+	l.mu.pools = byID
+	l.mu.Unlock()
+	if err := l.server.setPools(pools); err != nil {
+		return fmt.Errorf("pools of the resource manager: %w", err)
+	}
+	return nil
+}
+
+// refresh asks for the pools again: their free space changes.
+func (l *rmLink) refresh(ctx context.Context) error {
+	client, _, err := l.use()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
+	defer cancel()
+	answer, err := client.ListPools(ctx, &maruv1.ListPoolsRequest{})
+	if err != nil {
+		return err
+	}
+	return l.setPools(answer.GetPools())
+}
+
+// listRegions reads everything that the RM has for this owner, page by page.
+func (l *rmLink) listRegions(ctx context.Context, client maruv1.ResourceManagerClient, incarnation base.Incarnation,
+) ([]*maruv1.RegionInfo, error) {
+	const perPage = 1000
+	l.mu.Lock()
+	pools := make([]base.PoolID, 0, len(l.mu.pools))
+	for id := range l.mu.pools {
+		pools = append(pools, id)
+	}
+	l.mu.Unlock()
+	var all []*maruv1.RegionInfo
+	for _, pool := range pools {
+		after := uint32(0)
+		for {
+			callCtx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
+			answer, err := client.ListRegions(callCtx, &maruv1.ListRegionsRequest{
+				OwnerId: l.server.state.server[:], Incarnation: uint32(incarnation), PoolId: pool[:],
+				AfterRegionId: after, Limit: perPage,
+			})
+			cancel()
+			if err != nil {
+				return nil, fmt.Errorf("listing this owner's regions: %w", err)
+			}
+			regions := answer.GetRegions()
+			all = append(all, regions...)
+			if !answer.GetMore() || len(regions) == 0 {
+				break
+			}
+			after = regions[len(regions)-1].GetRegionId()
+		}
+	}
+	return all, nil
+}

@@ -1,0 +1,61 @@
+package server
+
+import (
+	"errors"
+	"testing"
+
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/hot"
+)
+
+// A store and a load over real sockets, on TCP and on the Unix socket.
+func TestStoreAndLoad(t *testing.T) {
+	s := startServer(t, testConfig(t))
+	for _, network := range []struct{ name, control, hot string }{
+		{"tcp", s.ControlAddress(), s.HotAddress()}, {"unix", s.UnixPath(), s.HotUnixPath()},
+	} {
+		t.Run(network.name, func(t *testing.T) {
+			c := newClient(t, network.control, nil)
+			c.connect(network.hot)
+			if got := c.hot.welcome.Provable; got != (network.name == "unix") {
+				t.Errorf("provable over %s: %v", network.name, got)
+			}
+			r := c.expand(maruv1.Medium_MEDIUM_CPU, 64, 4096)
+			keys := testKeyRange(0, 64)
+			for i, n := 0, c.commitKeys(r, c.open.GetEpoch(), keys); i < n.Len(); i++ {
+				if n.At(i).Code != base.CodeOK {
+					t.Fatalf("commit %d: %v", i, n.At(i).Code)
+				}
+			}
+			if n := c.probeHits(append(keys, testKey(1000))); n != 64 {
+				t.Fatalf("%d hits, want 64", n)
+			}
+			a, seq := c.acquireAll(base.LeaseCopy, keys)
+			if a.Manifests != 64 || a.Rows.Len() != 64 {
+				t.Fatalf("acquired %d manifests, %d rows", a.Manifests, a.Rows.Len())
+			}
+			if row := a.Rows.At(3); row.Offset != 3*4096 || row.Checksum != 4 || row.Length != 4096 || row.Verdict.Medium() != base.MediumCPU {
+				t.Fatalf("row 3: %+v", row)
+			}
+			held, err := c.hot.release(&hot.ReleaseRequest{
+				Operation: c.next(), Rows: hot.AppendReleaseRow(nil, hot.ReleaseRow{Acquire: seq, Count: hot.ReleaseAll}),
+			})
+			if err != nil || len(held.Held) != 1 || held.Held[0] != 1 {
+				t.Fatalf("release: %v %v", held, err)
+			}
+			if _, err := c.heartbeat(); err != nil {
+				t.Fatalf("heartbeat: %v", err)
+			}
+			if _, err := c.api.Close(c.ctx(), &maruv1.CloseRequest{Drained: true}); err != nil {
+				t.Fatalf("close: %v", err)
+			}
+			if _, err := c.heartbeat(); !errors.Is(err, base.ErrStale) {
+				t.Fatalf("heartbeat after close: %v", err)
+			}
+		})
+	}
+	if u := s.usage(); len(u.Pools) != 0 || u.Objects != 0 {
+		t.Errorf("after drained closes: %+v", u)
+	}
+}
