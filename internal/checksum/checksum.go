@@ -37,6 +37,7 @@ package checksum
 
 import (
 	"encoding/binary"
+	"fmt"
 	"sync"
 
 	"github.com/zeebo/xxh3"
@@ -133,6 +134,23 @@ func Sum(data []byte, pieceBytes int, seed uint64) uint64 {
 // VerifySum reports whether want is the root of data.
 func VerifySum(data []byte, pieceBytes int, seed, want uint64) bool {
 	return pieceBytes > 0 && Sum(data, pieceBytes, seed) == want
+}
+
+// CheckEnginePiece refuses a piece size that engine objects with runs of runBytes
+// cannot have: pieces and runs must meet, so that a GPU hashes one beside the copy of
+// the other.
+//
+// Errors: base.ErrInvalid.
+func CheckEnginePiece(pieceBytes, runBytes int) error {
+	switch {
+	case runBytes <= 0:
+		return fmt.Errorf("%w: run length %d: must be positive", base.ErrInvalid, runBytes)
+	case pieceBytes < MinEnginePieceBytes || pieceBytes%EnginePieceAlignBytes != 0:
+		return fmt.Errorf("%w: piece size %d: must be a multiple of %d and at least %d", base.ErrInvalid, pieceBytes, EnginePieceAlignBytes, MinEnginePieceBytes)
+	case pieceBytes%runBytes != 0 && runBytes%pieceBytes != 0:
+		return fmt.Errorf("%w: piece size %d: must be a multiple or a whole divisor of the run length %d", base.ErrInvalid, pieceBytes, runBytes)
+	}
+	return nil
 }
 
 // FirstDifference returns the index of the first leaf in which two lists differ, or

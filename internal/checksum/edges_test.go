@@ -2,9 +2,28 @@ package checksum
 
 import (
 	"bytes"
+	"errors"
 	"slices"
 	"testing"
+
+	"github.com/xcena-dev/maru/internal/base"
 )
+
+func TestCheckEnginePiece(t *testing.T) {
+	for _, c := range []struct {
+		piece, run int
+		ok         bool
+	}{
+		{256, 256, true}, {65536, 32768, true}, {4096, 32768, true}, {320, 960, true}, {32768, 32768, true},
+		{192, 192, false}, {0, 4096, false}, {-64, 64, false}, {1000, 1000, false}, {4096, 0, false}, {4096, -1, false},
+		{4096, 6144, false}, {6144, 4096, false},
+	} {
+		err := CheckEnginePiece(c.piece, c.run)
+		if (err == nil) != c.ok || err != nil && !errors.Is(err, base.ErrInvalid) {
+			t.Errorf("piece %d run %d: %v", c.piece, c.run, err)
+		}
+	}
+}
 
 func TestCopyEveryAlignment(t *testing.T) {
 	with(t, func(t *testing.T) {
