@@ -184,12 +184,9 @@ int32_t maru_chain_keys(uint8_t *link, uint64_t first, uint64_t n,
 /* Opens a session. config_json is an object, docs/reference/c-abi.md lists its
  * fields; unknown ones are refused. */
 int32_t maru_open(const char *config_json, size_t n, maru_handle *client);
-/* Ends the session. The handle is gone whatever this returns. With views out, or
- * after maru_keep_mappings, the mappings stay to the end of the process. */
+/* Ends the session. The handle is gone whatever this returns. With views of objects
+ * or regions out the mappings stay to the end of the process. */
 int32_t maru_close(maru_handle client, int64_t timeout_ms);
-/* Says that memory of pages or regions is still in use: a later maru_close leaves
- * every mapping in place. */
-int32_t maru_keep_mappings(maru_handle client);
 /* JSON: session, epoch, connected, page_bytes, value_bytes, piece_bytes, role. */
 int32_t maru_client_info(maru_handle client, char *buf, size_t cap, size_t *needed);
 /* JSON: counters of this client. */
@@ -252,8 +249,11 @@ int32_t maru_unpin(maru_handle client, uint64_t n, const uint8_t *keys, int32_t 
 
 /* --- regions --- */
 
+/* Bytes of a region that is mapped; own ones are writable. The memory stays until
+ * the region was released as often as it was viewed, or the process ends. */
 int32_t maru_region_view(maru_handle client, uint32_t region, uint64_t offset,
                          uint64_t bytes, uint8_t **data, int32_t *writable);
+int32_t maru_release_region_view(maru_handle client, uint32_t region);
 int32_t maru_region_page_count(maru_handle client, uint32_t region, uint64_t *count);
 /* Regions whose pages this client allocates, oldest first; count is always set. */
 int32_t maru_owned_regions(maru_handle client, uint32_t cap, uint32_t *regions,
