@@ -150,12 +150,16 @@ install_vllm() {
 # What test/vmlab calls by name, and the Debian package that holds it.
 install_vmlab() {
   local missing=() pair
-  for pair in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static xz:xz-utils dpkg-deb:dpkg gcc:gcc; do
+  for pair in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static xz:xz-utils dpkg-deb:dpkg rdma:iproute2 ibv_rc_pingpong:ibverbs-utils; do
     command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
   done
   # The dynamic busybox has the same name and does not run in the guest.
   if [[ " ${missing[*]} " != *" busybox-static "* ]] && ! dpkg -s busybox-static >/dev/null 2>&1; then
     missing+=(busybox-static)
+  fi
+  # The provider of soft-RoCE is a plug-in, not a program.
+  if ! dpkg -s ibverbs-providers >/dev/null 2>&1; then
+    missing+=(ibverbs-providers)
   fi
   ((${#missing[@]} == 0)) || apt_install "${missing[@]}"
 }

@@ -17,7 +17,7 @@
 // /host, and static Go programs (Program) run from there.
 //
 // BootPair gives two machines on one pool with a network between them: two hosts
-// that share CXL memory.
+// that share CXL memory. With SoftRoCE the network has RDMA verbs.
 //
 // Build tag: vmlab. Run it by `make vmlab`.
 //

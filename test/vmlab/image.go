@@ -32,7 +32,7 @@ type image struct {
 
 // prerequisites are the programs of the host that the lab calls.
 // scripts/install.sh knows their packages.
-var prerequisites = []string{"qemu-system-x86_64", "busybox", "xz", "dpkg-deb", "apt-get"}
+var prerequisites = []string{"qemu-system-x86_64", "busybox", "xz", "dpkg-deb", "apt-get", "rdma", "ibv_rc_pingpong"}
 
 // prepare makes the image, or finds it in the cache. It skips the test only when
 // a prerequisite is missing that it may not install, and names it.
@@ -111,18 +111,17 @@ func buildImage() (image, error) {
 	if err != nil {
 		return image{}, err
 	}
-	busybox, err := exec.LookPath("busybox")
-	if err != nil {
-		return image{}, err
-	}
-	box, err := os.ReadFile(busybox)
+	files, err := hostFiles()
 	if err != nil {
 		return image{}, err
 	}
 	sum := sha256.New()
 	sum.Write(guestInit)
-	fmt.Fprintln(sum, wantedModules)
-	sum.Write(box)
+	fmt.Fprintln(sum, wantedModules, rdmaModules)
+	for _, f := range files {
+		fmt.Fprintln(sum, f.path, len(f.data))
+		sum.Write(f.data)
+	}
 	img := image{
 		kernel: filepath.Join(root, "vmlinux"),
 		initrd: filepath.Join(root, "initrd-"+hex.EncodeToString(sum.Sum(nil)[:8])+".cpio"),
@@ -147,7 +146,7 @@ func buildImage() (image, error) {
 	if err != nil {
 		return image{}, err
 	}
-	archive, err := makeInitrd(modules, box, guestInit)
+	archive, err := makeInitrd(modules, files, guestInit)
 	if err != nil {
 		return image{}, err
 	}

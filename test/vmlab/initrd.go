@@ -5,12 +5,14 @@ package vmlab
 import (
 	"bytes"
 	"debug/elf"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 )
@@ -55,6 +57,86 @@ func (c *cpio) bytes() []byte {
 // the bus, the network and the folder of the host, then the NVDIMM up to the device-DAX. The
 // checksum is what the NVDIMM core asks for by name at run time.
 var wantedModules = []string{"virtio_pci", "virtio_net", "9p", "9pnet_virtio", "crc32_generic", "nfit", "nd_pmem", "dax_pmem", "device_dax"}
+
+// rdmaModules are loaded on machines with soft-RoCE: RDMA verbs over the ordinary
+// network card, as the kernel emulates them.
+var rdmaModules = []string{"rdma_rxe", "ib_uverbs"}
+
+// hostPrograms of RDMA go into every image, with the libraries that they need: the
+// kernel's driver is of no use without its other half in user space.
+var hostPrograms = []string{"rdma", "ibv_devinfo", "ibv_rc_pingpong"}
+
+// libraryDir is where the loader of Debian looks without being told.
+const libraryDir = "lib/x86_64-linux-gnu/"
+
+// hostFile is a file of the host that goes into the image.
+type hostFile struct {
+	source string // on the host
+	path   string // in the image
+	data   []byte
+}
+
+// hostFiles collects busybox, hostPrograms and the libraries of both.
+func hostFiles() ([]hostFile, error) {
+	var files []hostFile
+	add := func(source, path string) error {
+		if slices.ContainsFunc(files, func(f hostFile) bool { return f.path == path }) {
+			return nil
+		}
+		data, err := os.ReadFile(source)
+		if err != nil {
+			return err
+		}
+		files = append(files, hostFile{source: source, path: path, data: data})
+		return nil
+	}
+	program := func(name, path string) error {
+		source, err := exec.LookPath(name)
+		if err != nil {
+			return err
+		}
+		return add(source, path)
+	}
+	if err := program("busybox", "bin/busybox"); err != nil {
+		return nil, err
+	}
+	for _, p := range hostPrograms {
+		if err := program(p, "usr/bin/"+p); err != nil {
+			return nil, err
+		}
+	}
+	drivers, err := filepath.Glob("/usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav*.so")
+	if err != nil || len(drivers) == 0 {
+		return nil, fmt.Errorf("no soft-RoCE driver on this host (Debian package ibverbs-providers): %w", errors.Join(err, fs.ErrNotExist))
+	}
+	for _, d := range drivers {
+		if err := add(d, strings.TrimPrefix(d, "/")); err != nil {
+			return nil, err
+		}
+	}
+	// libpthread opens this one by name, when a thread ends.
+	if err := add("/"+libraryDir+"libgcc_s.so.1", libraryDir+"libgcc_s.so.1"); err != nil {
+		return nil, err
+	}
+	for _, f := range files[1:] {
+		out, err := exec.Command("ldd", f.source).Output()
+		if err != nil {
+			return nil, fmt.Errorf("ldd %s: %w", f.source, err)
+		}
+		for _, library := range libraryPath.FindAllString(string(out), -1) {
+			path := libraryDir + filepath.Base(library)
+			if strings.HasPrefix(filepath.Base(library), "ld-linux") {
+				path = strings.TrimPrefix(library, "/")
+			}
+			if err := add(library, path); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return files, nil
+}
+
+var libraryPath = regexp.MustCompile(`/\S+\.so\S*`)
 
 // moduleTree are the modules of one kernel, by name.
 type moduleTree struct {
@@ -149,12 +231,19 @@ func (m *moduleTree) order(list []string, name string) ([]string, error) {
 }
 
 // makeInitrd returns the first file system of a machine.
-func makeInitrd(modules *moduleTree, busybox, init []byte) ([]byte, error) {
+func makeInitrd(modules *moduleTree, files []hostFile, init []byte) ([]byte, error) {
 	var c cpio
-	for _, d := range []string{"bin", "sbin", "usr", "usr/bin", "usr/sbin", "etc", "lib", "lib/modules", "proc", "sys", "dev", "host", "root", "tmp", "run"} {
+	for _, d := range []string{
+		"bin", "sbin", "usr", "usr/bin", "usr/sbin", "usr/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/libibverbs",
+		"etc", "etc/libibverbs.d", "lib", "lib64", strings.TrimSuffix(libraryDir, "/"), "lib/modules",
+		"proc", "sys", "dev", "host", "root", "tmp", "run",
+	} {
 		c.dir(d)
 	}
-	c.program("bin/busybox", busybox)
+	for _, f := range files {
+		c.program(f.path, f.data)
+	}
+	c.file("etc/libibverbs.d/rxe.driver", []byte("driver rxe\n"))
 	applets, err := exec.Command("busybox", "--list").Output()
 	if err != nil {
 		return nil, fmt.Errorf("busybox --list: %w", err)
@@ -164,22 +253,29 @@ func makeInitrd(modules *moduleTree, busybox, init []byte) ([]byte, error) {
 			c.link("bin/"+a, "busybox")
 		}
 	}
-	var list []string
-	for _, m := range wantedModules {
-		if list, err = modules.order(list, m); err != nil {
-			return nil, err
+	// Each module once; those of RDMA in a list of their own.
+	var order []string
+	for _, list := range []struct {
+		name string
+		want []string
+	}{{"modules", wantedModules}, {"modules.rdma", rdmaModules}} {
+		from := len(order)
+		for _, m := range list.want {
+			if order, err = modules.order(order, m); err != nil {
+				return nil, err
+			}
 		}
-	}
-	var etc strings.Builder
-	for _, m := range list {
-		b, err := modules.read(m)
-		if err != nil {
-			return nil, err
+		var text strings.Builder
+		for _, m := range order[from:] {
+			b, err := modules.read(m)
+			if err != nil {
+				return nil, err
+			}
+			c.file("lib/modules/"+m+".ko", b)
+			fmt.Fprintf(&text, "/lib/modules/%s.ko\n", m)
 		}
-		c.file("lib/modules/"+m+".ko", b)
-		fmt.Fprintf(&etc, "/lib/modules/%s.ko\n", m)
+		c.file("etc/"+list.name, []byte(text.String()))
 	}
-	c.file("etc/modules", []byte(etc.String()))
 	c.file("etc/passwd", []byte("root:x:0:0:root:/root:/bin/sh\n"))
 	c.file("etc/group", []byte("root:x:0:\n"))
 	c.program("init", init)

@@ -60,7 +60,18 @@ type link struct {
 	local, remote string // socket files on the host
 	address       string // in the guest, with the length of the prefix
 	mac           string
+	kind          Link
 }
+
+// Link is what the machines of BootPair have between them.
+type Link string
+
+const (
+	// Ethernet is TCP/IP alone.
+	Ethernet Link = "ethernet"
+	// SoftRoCE is RDMA verbs (device rxe0) beside TCP/IP.
+	SoftRoCE Link = "soft-roce"
+)
 
 // Boot makes a fresh pool, boots a machine on it and waits until it takes
 // commands. The test is skipped when the host lacks a prerequisite (prepare).
@@ -80,13 +91,13 @@ const (
 // BootPair boots two machines on one fresh pool, with a network between them:
 // two hosts that share CXL memory. It waits until both take commands and each
 // reaches the other.
-func BootPair(t testing.TB) (a, b *VM) {
+func BootPair(t testing.TB, kind Link) (a, b *VM) {
 	t.Helper()
 	img, pool, sockets := prepare(t), freshPool(t), t.TempDir()
 	a, b = newVM(t, img, "a", pool), newVM(t, img, "b", pool)
 	plugA, plugB := filepath.Join(sockets, "a"), filepath.Join(sockets, "b")
-	a.link = link{local: plugA, remote: plugB, address: AddressA + "/24", mac: "52:54:00:77:00:01"}
-	b.link = link{local: plugB, remote: plugA, address: AddressB + "/24", mac: "52:54:00:77:00:02"}
+	a.link = link{local: plugA, remote: plugB, address: AddressA + "/24", mac: "52:54:00:77:00:01", kind: kind}
+	b.link = link{local: plugB, remote: plugA, address: AddressB + "/24", mac: "52:54:00:77:00:02", kind: kind}
 	a.launch()
 	b.launch()
 	a.awaitReady()
@@ -152,7 +163,7 @@ func (v *VM) launch() {
 		"-smp", "1,maxcpus=2", "-m", "512M,slots=2,maxmem=8G",
 		"-kernel", v.img.kernel, "-initrd", v.img.initrd,
 		"-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check" +
-			" vmlab.name=" + v.name + " vmlab.address=" + v.link.address,
+			" vmlab.name=" + v.name + " vmlab.address=" + v.link.address + " vmlab.link=" + string(v.link.kind),
 		"-serial", "file:" + filepath.Join(v.dir, "console"),
 		"-object", fmt.Sprintf("memory-backend-file,id=pool,share=on,mem-path=%s,size=%d", v.pool, DefaultPoolBytes),
 		"-device", "nvdimm,id=nv0,memdev=pool",

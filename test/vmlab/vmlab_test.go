@@ -89,7 +89,7 @@ func TestPoolOffset(t *testing.T) {
 // TestPair: two machines have one pool and a network, each its own identity, and
 // the loss of one is not the loss of the other.
 func TestPair(t *testing.T) {
-	a, b := BootPair(t)
+	a, b := BootPair(t, Ethernet)
 	const bootID = "cat /proc/sys/kernel/random/boot_id"
 	if x, y := a.Run(bootID), b.Run(bootID); x == y {
 		t.Errorf("both machines have the boot id %s", x)
@@ -106,4 +106,24 @@ func TestPair(t *testing.T) {
 	b.Run("for i in 1 2 3 4 5 6 7 8 9 10; do ping -c 1 -W 1 " + AddressA + " >/dev/null && exit 0; done; exit 1")
 	b.Run(probe + " write" + where + "12")
 	a.Run("/host/daxprobe check" + where + "12")
+}
+
+// TestSoftRoCE: RDMA verbs work between the machines, so that a later test can
+// blame what it tests.
+func TestSoftRoCE(t *testing.T) {
+	a, b := BootPair(t, SoftRoCE)
+	for _, vm := range []*VM{a, b} {
+		if out := vm.Run("ibv_devinfo -d rxe0"); !strings.Contains(out, "PORT_ACTIVE") {
+			t.Fatalf("rxe0 is not up:\n%s", out)
+		}
+	}
+	const flags = "ibv_rc_pingpong -d rxe0 -g 1 -n 100 -s 4096 "
+	server := a.Go(flags)
+	// The two meet over TCP first.
+	a.Run("for i in $(seq 100); do netstat -ltn | grep -q :18515 && exit 0; sleep 0.1; done; exit 1")
+	client := b.Try(flags + AddressA)
+	if r := server.Wait(RunTimeout); client.Status != 0 || r.Status != 0 || !strings.Contains(client.Stdout, "100 iters") {
+		t.Errorf("client: status %d\n%s%s\nserver: status %d\n%s%s",
+			client.Status, client.Stdout, client.Stderr, r.Status, r.Stdout, r.Stderr)
+	}
 }
