@@ -175,10 +175,12 @@ func (v view) name(p *Peer, fd int, fromKernel bool) error {
 		var err error
 		if pid, err = pidOf(fd); err != nil {
 			p.Unprovable = "the pid behind a pidfd cannot be read: " + err.Error()
-			return nil
+			return nil //nolint:nilerr // it can be watched all the same
 		}
 	}
-	if pid == 0 {
+	// 0 in either view: the socket's (this daemon's namespace) or that of the mounted /proc.
+	if pid == 0 || p.Process.PID == 0 {
+		p.Process.PID = 0
 		p.Unprovable = "the process runs in a pid namespace that this daemon cannot see; run the daemon in the host's"
 		return nil
 	}
@@ -196,7 +198,7 @@ func (v view) name(p *Peer, fd int, fromKernel bool) error {
 	}
 	if statErr != nil {
 		p.Unprovable = "the start time of the process cannot be read: " + statErr.Error()
-		return nil
+		return nil //nolint:nilerr // it can be watched all the same
 	}
 	p.Process.PID, p.Process.StartTicks = pid, ticks
 	return nil

@@ -44,6 +44,8 @@ func childMain(role string) {
 	switch role {
 	case "wait":
 		fmt.Println("ready")
+	case "watch":
+		watchMain()
 	case "zombie-leader":
 		// The first thread exits, the rest of the process lives on.
 		runtime.LockOSThread()
@@ -62,6 +64,45 @@ func childMain(role string) {
 	}
 	_, _ = io.Copy(io.Discard, os.Stdin)
 	_ = conn.Close()
+}
+
+// watchMain is a daemon in a pid namespace of its own: it says what it knows of a peer.
+func watchMain() {
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: os.Getenv("MARU_TEST_LISTEN"), Net: "unix"})
+	if err != nil {
+		fmt.Println("error", err)
+		os.Exit(1)
+	}
+	fmt.Println("ready")
+	conn, err := l.AcceptUnix()
+	if err != nil {
+		fmt.Println("error", err)
+		os.Exit(1)
+	}
+	v, err := newView()
+	if err != nil {
+		fmt.Println("error", err)
+		os.Exit(1)
+	}
+	blind := v.blind
+	// With a /proc of its own namespace the daemon would see, and not see the peer.
+	v.blind = ""
+	var p, q *Peer
+	var errOld error
+	raw, _ := conn.SyscallConn()
+	_ = raw.Control(func(fd uintptr) {
+		p, err = v.fromSocket(int(fd), peerPidfd)
+		q, errOld = v.fromSocket(int(fd), noPeerPidfd)
+	})
+	if err != nil || q != nil {
+		fmt.Println("error", err, q)
+		os.Exit(1)
+	}
+	w, _ := NewWatcher(0)
+	ended := make(chan string, 1)
+	watchErr := w.Watch(Key{1}, p, func(proof string) { ended <- proof })
+	fmt.Printf("blind %q\npid %d\nunprovable %q\nwithout pidfd %v\nwatch %v\n", blind, p.Process.PID, p.Unprovable, errOld, watchErr)
+	fmt.Printf("ended %q\n", <-ended)
 }
 
 type child struct {
@@ -410,6 +451,49 @@ func TestWatchKeys(t *testing.T) {
 		t.Errorf("called %q once more", s)
 	default:
 	}
+}
+
+// TestOtherPIDNamespace: a daemon in a container whose engine runs elsewhere can watch it
+// now, but could not find it again, and on an old kernel not even that.
+func TestOtherPIDNamespace(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), roleEnv+"=watch", socketEnv+"=", "MARU_TEST_LISTEN="+socket)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID, Pdeathsig: syscall.SIGKILL}
+	if os.Getuid() != 0 {
+		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
+		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: os.Getuid(), HostID: os.Getuid(), Size: 1}}
+		cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: os.Getgid(), HostID: os.Getgid(), Size: 1}}
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Skip("needs the right to make a pid namespace: ", err)
+	}
+	defer func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	}()
+	lines := bufio.NewScanner(out)
+	if !lines.Scan() || lines.Text() != "ready" {
+		t.Fatalf("the daemon said %q", lines.Text())
+	}
+	engine := start(t, "wait", socket)
+	expect := func(prefix, part string) {
+		t.Helper()
+		if !lines.Scan() || !strings.HasPrefix(lines.Text(), prefix) || !strings.Contains(lines.Text(), part) {
+			t.Fatalf("the daemon said %q, expected %s ... %s", lines.Text(), prefix, part)
+		}
+	}
+	expect("blind ", "/proc belongs to another pid namespace")
+	expect("pid ", "0")
+	expect("unprovable ", "cannot see; run the daemon in the host's")
+	expect("without pidfd ", "run the daemon in the host's pid namespace")
+	expect("watch ", "<nil>")
+	engine.kill()
+	expect("ended ", "pidfd readable")
 }
 
 func TestParseStartTicks(t *testing.T) {

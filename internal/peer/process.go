@@ -54,12 +54,12 @@ func newView() (view, error) {
 	}
 	if v.pidNamespace, err = namespaceInode("/proc/self/ns/pid"); err != nil {
 		v.blind = "the pid namespace of this daemon cannot be read: " + err.Error()
-		return v, nil
+		return v, nil //nolint:nilerr // processes can be watched, not named
 	}
 	// A /proc of another pid namespace would show the wrong process under a right pid.
 	if self, err := os.Readlink("/proc/self"); err != nil || self != strconv.Itoa(os.Getpid()) {
 		v.blind = "/proc belongs to another pid namespace than this daemon"
-		return v, nil
+		return v, nil //nolint:nilerr // processes can be watched, not named
 	}
 	if ino, err := namespaceInode("/proc/self/ns/time"); err == nil && ino != initTimeNamespace {
 		v.blind = "this daemon runs in a time namespace of its own, which shifts start times"

@@ -43,9 +43,7 @@ func (a Address) String() string {
 func ParseAddress(s string) (Address, error) {
 	const allowed = `allowed: host:port, tcp://host:port, unix:/absolute/path`
 	if path, ok := strings.CutPrefix(s, "unix:"); ok {
-		if strings.HasPrefix(path, "//") {
-			path = path[2:]
-		}
+		path = strings.TrimPrefix(path, "//")
 		if !filepath.IsAbs(path) {
 			return Address{}, fmt.Errorf("%w: address %q has no absolute path; %s", base.ErrInvalid, s, allowed)
 		}
@@ -60,7 +58,7 @@ func ParseAddress(s string) (Address, error) {
 	}
 	host, port, err := net.SplitHostPort(rest)
 	if err != nil {
-		return Address{}, fmt.Errorf("%w: address %q: %v; %s", base.ErrInvalid, s, err, allowed)
+		return Address{}, fmt.Errorf("%w: address %q: %w; %s", base.ErrInvalid, s, err, allowed)
 	}
 	if host == "" || strings.ContainsAny(host, " \t\r\n") {
 		return Address{}, fmt.Errorf("%w: address %q has no valid host; %s", base.ErrInvalid, s, allowed)
@@ -160,7 +158,7 @@ func newClient(address string, r Retry, opts ...grpc.DialOption) (*grpc.ClientCo
 	}, opts...)
 	conn, err := grpc.NewClient("passthrough:///"+a.String(), all...)
 	if err != nil {
-		return nil, nil, fmt.Errorf("%w: address %q: %v", base.ErrInvalid, address, err)
+		return nil, nil, fmt.Errorf("%w: address %q: %w", base.ErrInvalid, address, err)
 	}
 	return conn, last, nil
 }

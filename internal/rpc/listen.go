@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -60,15 +61,15 @@ func isLoopback(host string) (bool, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	ips, err := net.DefaultResolver.LookupIPAddr(ctx, host)
-	if err != nil || len(ips) == 0 {
-		return false, fmt.Errorf("%w: --host %q is neither an address nor a name that resolves: %v", base.ErrInvalid, host, err)
+	if err != nil {
+		return false, fmt.Errorf("%w: --host %q is neither an address nor a name that resolves: %w", base.ErrInvalid, host, err)
 	}
 	for _, ip := range ips {
 		if !ip.IP.IsLoopback() {
 			return false, nil
 		}
 	}
-	return true, nil
+	return len(ips) > 0, nil
 }
 
 // UnixListener is a Unix socket with the lock that says that its owner lives.
@@ -123,10 +124,23 @@ func listenLocked(path string, c unixConfig) (*net.UnixListener, error) {
 	if err := removeStale(path); err != nil {
 		return nil, err
 	}
+	l, err := bindUnix(path, c)
+	if err != nil {
+		return nil, err
+	}
+	// The umask may have taken bits away from a wider mode.
+	if err := os.Chmod(path, c.mode); err != nil {
+		_ = l.Close()
+		return nil, pathError("setting the mode of socket "+path, err)
+	}
+	return l, nil
+}
+
+// bindUnix makes the socket with its mode. On Linux bind gives the file the mode of the
+// socket's own inode, so that there is no moment in which somebody else can connect.
+func bindUnix(path string, c unixConfig) (*net.UnixListener, error) {
 	lc := net.ListenConfig{Control: func(_, _ string, rc syscall.RawConn) error {
 		var modeErr error
-		// On Linux bind makes the inode with the mode of the socket's own inode, so that
-		// there is no moment in which somebody else can connect.
 		if err := rc.Control(func(fd uintptr) { modeErr = unix.Fchmod(int(fd), uint32(c.mode)) }); err != nil {
 			return err
 		}
@@ -134,17 +148,11 @@ func listenLocked(path string, c unixConfig) (*net.UnixListener, error) {
 	}}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
-	nl, err := lc.Listen(ctx, "unix", path)
+	l, err := lc.Listen(ctx, "unix", path)
 	if err != nil {
 		return nil, pathError("listening on socket "+path, err)
 	}
-	l := nl.(*net.UnixListener)
-	// The umask may have taken bits away from a wider mode.
-	if err := os.Chmod(path, c.mode); err != nil {
-		_ = l.Close()
-		return nil, pathError("setting the mode of socket "+path, err)
-	}
-	return l, nil
+	return l.(*net.UnixListener), nil
 }
 
 func removeStale(path string) error {
@@ -160,8 +168,9 @@ func removeStale(path string) error {
 	conn, err := net.DialTimeout("unix", path, time.Second)
 	switch {
 	case err == nil:
+		who := peerOf(conn)
 		_ = conn.Close()
-		return fmt.Errorf("%w: another process serves socket %s; stop it or choose another path", base.ErrBusy, path)
+		return fmt.Errorf("%w: %s serves socket %s; stop it or choose another path", base.ErrBusy, who, path)
 	case errors.Is(err, syscall.ECONNREFUSED):
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return pathError("removing the socket of a dead process "+path, err)
@@ -181,21 +190,59 @@ func lockFile(path string) (*os.File, error) {
 			return nil, pathError("opening "+path, err)
 		}
 		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			who := ownerIn(f)
 			_ = f.Close()
 			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, fmt.Errorf("%w: another process holds %s and serves its socket; stop it or choose another path",
-					base.ErrBusy, path)
+				return nil, fmt.Errorf("%w: %s holds %s and serves its socket; stop it or choose another path",
+					base.ErrBusy, who, path)
 			}
 			return nil, pathError("locking "+path, err)
 		}
 		mine, err1 := f.Stat()
 		there, err2 := os.Lstat(path)
 		if err1 == nil && err2 == nil && os.SameFile(mine, there) {
+			// For the message to whoever comes next; the lock itself is what counts.
+			if err := f.Truncate(0); err == nil {
+				_, _ = f.WriteAt([]byte(strconv.Itoa(os.Getpid())+"\n"), 0)
+			}
 			return f, nil
 		}
 		_ = f.Close()
 	}
 	return nil, fmt.Errorf("%w: %s is taken and given up again and again", base.ErrBusy, path)
+}
+
+// ownerIn names who wrote its pid into a lock file.
+func ownerIn(f *os.File) string {
+	var b [16]byte
+	n, _ := f.ReadAt(b[:], 0)
+	return processName(strings.TrimSpace(string(b[:n])))
+}
+
+// peerOf names the process that listens at the other end of a connection.
+func peerOf(c net.Conn) string {
+	u, ok := c.(*net.UnixConn)
+	if !ok {
+		return processName("")
+	}
+	raw, err := u.SyscallConn()
+	if err != nil {
+		return processName("")
+	}
+	pid := ""
+	_ = raw.Control(func(fd uintptr) {
+		if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
+			pid = strconv.Itoa(int(cred.Pid))
+		}
+	})
+	return processName(pid)
+}
+
+func processName(pid string) string {
+	if n, err := strconv.Atoi(pid); err != nil || n <= 0 {
+		return "another process"
+	}
+	return "process " + pid
 }
 
 // Path returns where the socket lies.

@@ -101,8 +101,7 @@ type healthServer struct {
 func (healthServer) Check(ctx context.Context, r *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
 	switch r.GetService() {
 	case "panic":
-		var m map[string]int
-		m["x"] = 1
+		panic("boom")
 	case "full":
 		return nil, fmt.Errorf("%w: pool p has 3 pages", base.ErrFull)
 	case "slow":
@@ -382,7 +381,7 @@ func TestListenUnixModeAtBirth(t *testing.T) {
 	old := syscall.Umask(0)
 	defer syscall.Umask(old)
 	path := filepath.Join(t.TempDir(), "a.sock")
-	l, err := listenLocked(path, unixConfig{mode: 0o600})
+	l, err := bindUnix(path, unixConfig{mode: 0o600})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -409,7 +408,7 @@ func TestListenUnixAfterDeath(t *testing.T) {
 	if _, err := out.Read(buf); err != nil || string(buf) != "ready" {
 		t.Fatalf("child said %q, %v", buf, err)
 	}
-	if _, err := ListenUnix(path); !errors.Is(err, base.ErrBusy) {
+	if _, err := ListenUnix(path); !errors.Is(err, base.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("process %d ", cmd.Process.Pid)) {
 		t.Errorf("while it lives: %v", err)
 	}
 	_ = cmd.Process.Kill()
@@ -444,7 +443,7 @@ func TestListenUnixLiveForeign(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close() //nolint:errcheck // test
-	if _, err := ListenUnix(path); !errors.Is(err, base.ErrBusy) {
+	if _, err := ListenUnix(path); !errors.Is(err, base.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("process %d ", os.Getpid())) {
 		t.Errorf("live foreign socket: %v", err)
 	}
 	if _, err := os.Lstat(path + ".lock"); !errors.Is(err, os.ErrNotExist) {

@@ -47,9 +47,8 @@ type config struct {
 	TLS       struct {
 		CertFile string `yaml:"cert_file"`
 	} `yaml:"tls"`
-	Extra  `yaml:",inline"`
-	Log    any `yaml:"-"`
-	hidden int
+	Extra `yaml:",inline"`
+	Log   any `yaml:"-"`
 }
 
 type Extra struct {

@@ -177,7 +177,13 @@ func (o Options) mapSegment(fd int, name string, size uint64) (*mapping.Mapping,
 	if o.HugePages == HugePagesAdvise {
 		advice = mapping.AdviceHugePages
 	}
-	return mapping.Map(fd, 0, size, mapping.Options{Access: mapping.ReadWrite, Advice: advice, Name: "memory " + name})
+	backing := mapping.BackingMemory
+	if o.HugePages == HugePagesReserve {
+		backing = mapping.BackingHeld // mapping reserved them
+	}
+	return mapping.Map(fd, 0, size, mapping.Options{
+		Access: mapping.ReadWrite, Advice: advice, Backing: backing, MemoryRoot: o.Root, Name: "memory " + name,
+	})
 }
 
 func segmentError(name string, size uint64, err error) error {

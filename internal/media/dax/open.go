@@ -199,7 +199,8 @@ func (x *File) inspectDevice() error {
 	if err := unix.Fstat(int(x.f.Fd()), &st); err != nil {
 		return openError(x.path, err)
 	}
-	number := strconv.Itoa(int(unix.Major(uint64(st.Rdev)))) + ":" + strconv.Itoa(int(unix.Minor(uint64(st.Rdev))))
+	rdev := uint64(st.Rdev) //nolint:unconvert // 32 bits wide on some architectures
+	number := strconv.Itoa(int(unix.Major(rdev))) + ":" + strconv.Itoa(int(unix.Minor(rdev)))
 	dir := filepath.Join(x.opts.SysfsRoot, "dev/char", number)
 	link, err := os.Readlink(filepath.Join(dir, "subsystem"))
 	if err != nil || filepath.Base(link) != "dax" {

@@ -50,11 +50,23 @@ const (
 	AdviceHugePages        // transparent huge pages, where the kernel has them for shared memory
 )
 
+// Backing says what touching a mapping costs.
+type Backing uint8
+
+// Kinds of backing.
+const (
+	BackingHeld   Backing = iota // allocated already: devices, files made in full
+	BackingMemory                // taken from the machine's memory page by page
+)
+
 // Options of a mapping.
 type Options struct {
-	Access Access
-	Sync   Sync
-	Advice Advice
+	Access  Access
+	Sync    Sync
+	Advice  Advice
+	Backing Backing
+	// MemoryRoot is put in front of /proc and /sys when memory is asked for; "" outside tests.
+	MemoryRoot string
 	// Name is what errors call it: a path as a rule.
 	Name string
 }
@@ -63,9 +75,11 @@ type Options struct {
 // last lease and exported view on it is gone (D1). Concurrency: all methods are safe
 // for concurrent use; Unmap must not run beside users of Bytes.
 type Mapping struct {
-	name   string
-	access Access
-	size   uint64
+	name    string
+	access  Access
+	backing Backing
+	root    string
+	size    uint64
 
 	mu struct {
 		sync.RWMutex
@@ -101,7 +115,7 @@ func Map(fd int, offset, length uint64, o Options) (*Mapping, error) {
 		// A kernel without huge pages for this memory is slower, not wrong.
 		_ = unix.Madvise(data, unix.MADV_HUGEPAGE)
 	}
-	m := &Mapping{name: o.Name, access: o.Access, size: length}
+	m := &Mapping{name: o.Name, access: o.Access, backing: o.Backing, root: o.MemoryRoot, size: length}
 	m.mu.data = data
 	start := addressOf(data)
 	addLive(start, start+uintptr(len(data)))

@@ -12,17 +12,35 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/media/memlimit"
 )
 
 // populateStepBytes is what one call touches: large enough that the call itself does
 // not count, small enough that Unmap and a cancelled context wait some milliseconds.
 const populateStepBytes = 8 << 20
 
+const (
+	// maxReserveBytes is what pre-touching leaves to others. Touching ahead is a convenience:
+	// it must not be what makes the kernel kill an engine.
+	maxReserveBytes = 512 << 20
+	// reservePart keeps the reserve small in small containers.
+	reservePart = 16
+	// memoryCheckSteps is how often memory is looked at: each 64 MiB of a worker.
+	memoryCheckSteps = 8
+	// maxRetryCount bounds the retries of a step that the kernel asks to try again.
+	maxRetryCount = 1000
+)
+
 // Populate touches the whole range ahead of its use, with at most workers goroutines
 // (0: one). It changes no byte and may run beside readers and writers. It returns when
 // all is touched, when ctx is done, or at the first error. Errors: ErrClosed (unmapped
-// meanwhile), ErrFault, ErrFull, and the context's.
+// meanwhile), ErrFault, ErrFull (also when memory of the machine or of a control group is
+// about to run out; what was not touched then is touched by its use), and the context's.
 func (m *Mapping) Populate(ctx context.Context, workers int) error {
+	reserve, err := m.reserve()
+	if err != nil {
+		return err
+	}
 	workers = min(max(workers, 1), runtime.GOMAXPROCS(0), int(m.size/populateStepBytes)+1)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -31,9 +49,15 @@ func (m *Mapping) Populate(ctx context.Context, workers int) error {
 	var wg sync.WaitGroup
 	for i := range workers {
 		wg.Go(func() {
-			for {
+			for n := 0; ; n++ {
 				if errs[i] = ctx.Err(); errs[i] != nil {
 					return
+				}
+				if n%memoryCheckSteps == 0 {
+					if errs[i] = m.checkMemory(reserve); errs[i] != nil {
+						cancel()
+						return
+					}
 				}
 				offset := next.Add(populateStepBytes) - populateStepBytes
 				if offset >= m.size {
@@ -57,6 +81,33 @@ func (m *Mapping) Populate(ctx context.Context, workers int) error {
 	return first
 }
 
+// reserve is how much must stay available while this mapping is touched.
+func (m *Mapping) reserve() (uint64, error) {
+	if m.backing != BackingMemory {
+		return 0, nil
+	}
+	have, err := memlimit.Read(m.root)
+	if err != nil {
+		return 0, fmt.Errorf("touching %s ahead: %w", m.name, err)
+	}
+	return min(maxReserveBytes, have.Bytes/reservePart), nil
+}
+
+func (m *Mapping) checkMemory(reserve uint64) error {
+	if m.backing != BackingMemory {
+		return nil
+	}
+	have, err := memlimit.Read(m.root)
+	if err != nil {
+		return fmt.Errorf("touching %s ahead: %w", m.name, err)
+	}
+	if left := min(m.size, populateStepBytes*memoryCheckSteps); have.Bytes < reserve+left {
+		return fmt.Errorf("%w: touching %s ahead stops: %d bytes are available (%s), the next %d would leave less than %d",
+			base.ErrFull, m.name, have.Bytes, have.Source, left, reserve)
+	}
+	return nil
+}
+
 func (m *Mapping) populateStep(offset uint64) error {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -68,12 +119,12 @@ func (m *Mapping) populateStep(offset uint64) error {
 	if m.access == ReadOnly {
 		advice = unix.MADV_POPULATE_READ
 	}
-	for {
+	for try := 0; ; try++ {
 		err := unix.Madvise(step, advice)
 		switch {
 		case err == nil:
 			return nil
-		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
+		case try < maxRetryCount && (errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN)):
 			continue
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOSYS):
 			// Linux before 5.14. Reading is enough: shared memory allocates a page then too.
