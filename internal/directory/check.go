@@ -126,6 +126,15 @@ func (d *Directory) checkSessions(copies, views map[replicaRef]uint32) error {
 		case len(s.ops) > d.cfg.Limits.MaxOperations || len(s.window) > d.cfg.Limits.MaxEvents:
 			return fmt.Errorf("S1: session %v has %d operations, %d events", s.id, len(s.ops), len(s.window))
 		}
+		kept := 0
+		for _, g := range d.regions {
+			if g != nil && g.writer == nil && g.writerID == s.id {
+				kept++
+			}
+		}
+		if kept != s.keptRegions || (s.state == StateKept && kept == 0) {
+			return fmt.Errorf("R5: session %v is %v and left %d regions, counted %d", s.id, s.state, kept, s.keptRegions)
+		}
 		rows := 0
 		for i, op := range s.ops {
 			if (i > 0 && s.ops[i-1].seq >= op.seq) || op.seq < s.watermark {

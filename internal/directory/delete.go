@@ -35,6 +35,13 @@ type tombstoneKey struct {
 	key base.Key
 }
 
+// tombstone says up to which order the key was deleted, and which deletes wait for
+// the marks.
+type tombstone struct {
+	order base.CommitOrder
+	by    []markWaiter
+}
+
 // Delete hides keys of the caller's namespace at once, every replica of them in every
 // domain, and returns a handle that is done when relisting is complete and every mark
 // is cleared; EffectDeleteDone says when. A key of which a view is out is refused as
@@ -109,12 +116,13 @@ func (d *Directory) deleteKey(now time.Duration, ns *namespace, key *base.Key, p
 		if ref = d.nextReplica(o, ref); ref == 0 {
 			break
 		}
-		if d.store.replica(ref).views > 0 {
+		if r := d.store.replica(ref); r.views > 0 && r.state() != replicaRetiring {
 			return base.CodePinned
 		}
 	}
 	if d.RelistIncomplete() {
-		d.tombstones[tombstoneKey{ns.number, *key}] = pd.order
+		k := tombstoneKey{ns.number, *key}
+		d.tombstones[k] = tombstone{pd.order, append(d.tombstones[k].by, markWaiter{pd, i})}
 	}
 	if o == 0 {
 		return base.CodeNotFound
@@ -132,10 +140,7 @@ func (d *Directory) deleteKey(now time.Duration, ns *namespace, key *base.Key, p
 		if d.regions[g.slot] == g && g.pages[r.page] == ref && !r.has(flagMarkCleared) {
 			// Also what an earlier delete hid: the acknowledgement means every mark.
 			found = true
-			r.setFlag(flagDeleteWaiting)
-			d.markWaiters[r.order] = append(d.markWaiters[r.order], markWaiter{pd, i})
-			pd.waiting[i]++
-			pd.remaining++
+			d.waitForMark(r, markWaiter{pd, i})
 		}
 		ref = next
 	}
@@ -144,6 +149,32 @@ func (d *Directory) deleteKey(now time.Duration, ns *namespace, key *base.Key, p
 	}
 	d.counters.KeysDeleted++
 	return base.CodeOK
+}
+
+// waitForMark makes one key of a delete wait for a replica's mark.
+func (d *Directory) waitForMark(r *replica, w markWaiter) {
+	r.setFlag(flagDeleteWaiting)
+	d.markWaiters[r.order] = append(d.markWaiters[r.order], w)
+	w.delete.waiting[w.key]++
+	w.delete.remaining++
+}
+
+// deleteListed makes the deletes since the restart wait for a RETIRING page that a
+// session lists only now.
+func (d *Directory) deleteListed(g *region, r *replica, key *base.Key) {
+	if t := d.tombstones[tombstoneKey{g.ns.number, *key}]; t.order >= r.order {
+		for _, w := range t.by {
+			if !w.delete.done {
+				d.waitForMark(r, w)
+			}
+		}
+	}
+	for _, id := range d.deleteList {
+		if pd := d.deletes[id]; pd.ns == g.ns && !pd.done && d.meant(pd, r) {
+			r.setFlag(flagDeleteWaiting)
+			pd.remaining++
+		}
+	}
 }
 
 // nextReplica walks an object's replicas; 0 starts and ends the walk.
@@ -214,8 +245,8 @@ func (d *Directory) deleteNamespace(now time.Duration, ns *namespace, s *session
 			d.sendBack(now, g)
 		}
 		for _, ref := range g.pages {
-			if ref == 0 {
-				continue
+			if ref == 0 || d.store.replica(ref).has(flagOrphan) {
+				continue // nothing that a key names
 			}
 			d.retire(now, g, ref)
 			if r := d.store.replica(ref); !r.has(flagMarkCleared) {
@@ -248,8 +279,8 @@ func (d *Directory) markGone(r *replica) {
 	}
 }
 
-// meant reports whether a delete of a namespace hid the replica: its order's counter
-// is one of this or an older server epoch, and not above the delete's.
+// meant reports whether a delete of a namespace hid the replica: it was
+// committed under an older owner incarnation, or its counter is not above the delete's.
 func (d *Directory) meant(pd *pendingDelete, r *replica) bool {
 	if o := r.order.Owner(); o != 0 && o < d.cfg.Owner {
 		return true

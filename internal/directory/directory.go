@@ -46,7 +46,7 @@ type Directory struct {
 	deleteList  []DeleteID
 	nextDelete  DeleteID
 	markWaiters map[base.CommitOrder][]markWaiter
-	tombstones  map[tombstoneKey]base.CommitOrder
+	tombstones  map[tombstoneKey]tombstone
 	nsTombs     map[base.NamespaceNumber]base.CommitOrder
 
 	restart restartState
@@ -124,7 +124,7 @@ func New(cfg Config) (*Directory, error) {
 		namespaces: map[base.NamespaceID]*namespace{}, nsByNumber: map[base.NamespaceNumber]*namespace{},
 		hosts: map[base.NodeID]uint64{}, flights: map[uint64]*operation{},
 		deletes: map[DeleteID]*pendingDelete{}, markWaiters: map[base.CommitOrder][]markWaiter{},
-		tombstones: map[tombstoneKey]base.CommitOrder{}, nsTombs: map[base.NamespaceNumber]base.CommitOrder{},
+		tombstones: map[tombstoneKey]tombstone{}, nsTombs: map[base.NamespaceNumber]base.CommitOrder{},
 	}, nil
 }
 

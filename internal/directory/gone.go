@@ -102,6 +102,7 @@ func (d *Directory) gone(now time.Duration, s *session) {
 	s.proved, s.unreachable = 0, nil
 	regions := s.regions
 	s.regions = nil
+	s.keptRegions = len(regions)
 	for _, slot := range regions {
 		g := d.regions[slot]
 		if g == nil {

@@ -173,23 +173,17 @@ func (d *Directory) dropRegion(g *region) {
 	}
 	d.regions[g.slot] = nil
 	d.freeSlots = append(d.freeSlots, g.slot)
-	if g.writer == nil {
+	if s := d.sessions[g.writerID]; g.writer == nil && s != nil {
+		s.keptRegions--
 		d.forgetKept(g.writerID)
 	}
 }
 
 // forgetKept drops the record of a proved-gone session with its last region.
 func (d *Directory) forgetKept(id base.SessionID) {
-	s := d.sessions[id]
-	if s == nil || s.state != StateKept {
-		return
+	if s := d.sessions[id]; s != nil && s.state == StateKept && s.keptRegions == 0 {
+		d.forget(s)
 	}
-	for _, g := range d.regions {
-		if g != nil && g.writerID == id {
-			return
-		}
-	}
-	d.forget(s)
 }
 
 // regionOf finds a region by the numbers in a message.

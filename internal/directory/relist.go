@@ -118,6 +118,7 @@ func (d *Directory) recoverRegion(now time.Duration, r *RecoveredRegion) {
 	owner := writer
 	if writer.state == StateKept {
 		owner = nil
+		writer.keptRegions++
 	}
 	p.reserved += r.Place.ExtentBytes
 	g := d.addRegion(p, d.namespaces[r.Namespace], r.Region, r.Incarnation, r.Place, owner, r.Writer, r.Write)
@@ -392,11 +393,18 @@ func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) hot.Rel
 // relistState retires what was retiring, or was deleted since (R7). The page waits for
 // its mark and for the rule.
 func (d *Directory) relistState(g *region, r *replica, p *hot.RelistPage) hot.RelistResult {
-	deleted := d.tombstones[tombstoneKey{g.ns.number, p.Key}] >= p.Order && p.Order != 0 || d.nsTombs[g.ns.number] >= p.Order && p.Order != 0
+	deleted := false
+	if t, ok := d.tombstones[tombstoneKey{g.ns.number, p.Key}]; ok {
+		deleted = t.order >= p.Order
+	}
+	if order, ok := d.nsTombs[g.ns.number]; ok {
+		deleted = deleted || order >= p.Order
+	}
 	if p.State == hot.RelistRetiring || (p.State == hot.RelistReady && deleted) {
 		d.account(g, r, -1)
 		r.setState(replicaRetiring)
 		d.account(g, r, +1)
+		d.deleteListed(g, r, &p.Key)
 	}
 	return relistResultOf(r)
 }

@@ -43,7 +43,8 @@ type session struct {
 	unreachable map[regionKey]struct{}
 	lostPools   uint64 // bits of shared pools reported as unreachable
 
-	regions []uint32 // slots
+	regions     []uint32 // slots
+	keptRegions int      // once it is gone: regions that it wrote and that are still here
 
 	leases   int
 	records  []*leaseRecord // by sequence
@@ -112,7 +113,7 @@ func (d *Directory) Open(now time.Duration, req *OpenRequest) (OpenResult, error
 	if last == ^base.Epoch(0) {
 		return OpenResult{}, fmt.Errorf("%w: epochs of session %v", base.ErrExhausted, req.Session)
 	}
-	if s == nil || s.state == StateAwaited {
+	if s == nil || s.state == StateAwaited || (s.state == StateSuspect && !s.holds()) {
 		if err := d.checkSessionLimit(); err != nil {
 			return OpenResult{}, err
 		}

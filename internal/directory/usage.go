@@ -88,17 +88,10 @@ func (d *Directory) Usage(now time.Duration) Usage {
 		}
 		su := SessionUsage{
 			Session: s.id, EngineID: s.engine, Instance: s.instance, Role: s.role, State: state, Epoch: s.epoch,
-			Leases: s.leases, Requests: len(s.requests.byID), Regions: len(s.regions), Provable: s.provable,
+			Leases: s.leases, Requests: len(s.requests.byID), Regions: len(s.regions) + s.keptRegions, Provable: s.provable,
 		}
 		if s.ns != nil {
 			su.Namespace = s.ns.id
-		}
-		if s.state == StateKept {
-			for _, g := range d.regions {
-				if g != nil && g.writerID == s.id {
-					su.Regions++
-				}
-			}
 		}
 		u.Sessions = append(u.Sessions, su)
 	}
