@@ -12,6 +12,7 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/directory"
+	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
 
@@ -27,55 +28,58 @@ const (
 
 // Config is everything a server can be told. The zero value of a field means its default.
 type Config struct {
-	Host     string `yaml:"host"`      // default 127.0.0.1
-	Port     int    `yaml:"port"`      // control plane, TCP; default 5555; AnyPort
-	HotPort  int    `yaml:"hot_port"`  // hot plane, TCP; default Port + 1; AnyPort
-	HTTPPort int    `yaml:"http_port"` // default Port + 10000; AnyPort; NoPort: none
+	Host     string // default 127.0.0.1
+	Port     int    // control plane, TCP; default 5555; AnyPort
+	HotPort  int    // hot plane, TCP; default Port + 1; AnyPort
+	HTTPPort int    // default Port + 10000; AnyPort; NoPort: none
 	// Insecure allows a host that other machines can reach, without encryption.
-	Insecure bool `yaml:"insecure"`
+	Insecure bool
 	// UnixPath and HotUnixPath are the sockets; default server-PORT.sock and
 	// server-PORT-hot.sock in the runtime directory.
-	UnixPath    string `yaml:"unix_path"`
-	HotUnixPath string `yaml:"hot_unix_path"`
+	UnixPath    string
+	HotUnixPath string
 
 	// RMAddress is the resource manager's; default 127.0.0.1:9850.
-	RMAddress string `yaml:"rm_address"`
+	RMAddress string
 	// CPUOnly serves cpu pools only and needs no resource manager (MS-02).
-	CPUOnly bool `yaml:"cpu_only"`
+	CPUOnly bool
 	// ServerID names this server for people; the identity itself is 16 bytes in StateDir.
-	ServerID string `yaml:"server_id"`
-	StateDir string `yaml:"state_dir"`
+	ServerID string
+	StateDir string
 
 	// CPUBudgetBytes bounds the private cpu pools of all sessions together (CAP-06).
 	// Default: half of this machine's memory.
-	CPUBudgetBytes uint64 `yaml:"cpu_budget_bytes"`
+	CPUBudgetBytes uint64
 	// CXLBudgetBytes bounds the cxl regions granted to all sessions together; default: what the pools hold.
-	CXLBudgetBytes uint64 `yaml:"cxl_budget_bytes"`
+	CXLBudgetBytes uint64
 
 	// TTL is how long a session is valid after its last heartbeat; Margin is what a
 	// client takes off for clocks and delay.
-	TTL       time.Duration `yaml:"session_ttl"`
-	Heartbeat time.Duration `yaml:"heartbeat_interval"`
-	Margin    time.Duration `yaml:"session_margin"`
+	TTL       time.Duration
+	Heartbeat time.Duration
+	Margin    time.Duration
 
 	// Bounds. A full one stops admission with an error that names the setting (RPC-13).
-	Limits                    directory.Limits `yaml:"limits"`
-	MaxHotConnectionCount     int              `yaml:"max_hot_connections"`
-	MaxSessionConnectionCount int              `yaml:"max_session_connections"`
+	Limits                    directory.Limits
+	MaxHotConnectionCount     int
+	MaxSessionConnectionCount int
+	MaxControlMessageBytes    int
 
 	// HelloTimeout bounds a hot connection's handshake, FrameTimeout the rest of a frame
 	// whose first byte has come.
-	HelloTimeout time.Duration `yaml:"hello_timeout"`
-	FrameTimeout time.Duration `yaml:"frame_timeout"`
+	HelloTimeout time.Duration
+	FrameTimeout time.Duration
 	// RMCallTimeout bounds one call to the resource manager.
-	RMCallTimeout time.Duration `yaml:"rm_call_timeout"`
+	RMCallTimeout time.Duration
 	// SweepInterval is how often regions that nobody needs go back (docs/PROTOCOL.md, "Owners").
-	SweepInterval time.Duration `yaml:"sweep_interval"`
+	SweepInterval time.Duration
 
+	// Node says where the machine's identity is; the zero value is the machine itself.
+	Node node.Options
 	// Log receives the server's lines; default slog's.
-	Log *slog.Logger `yaml:"-"`
+	Log *slog.Logger
 	// Version is the program's, for people.
-	Version string `yaml:"-"`
+	Version string
 }
 
 func orDefault[T comparable](v, def T) T {
@@ -112,6 +116,7 @@ func (c Config) WithDefaults() Config {
 	c.Margin = orDefault(c.Margin, time.Second)
 	c.MaxHotConnectionCount = orDefault(c.MaxHotConnectionCount, 4096)
 	c.MaxSessionConnectionCount = orDefault(c.MaxSessionConnectionCount, 16)
+	c.MaxControlMessageBytes = orDefault(c.MaxControlMessageBytes, 4<<20)
 	c.HelloTimeout = orDefault(c.HelloTimeout, 5*time.Second)
 	c.FrameTimeout = orDefault(c.FrameTimeout, 30*time.Second)
 	c.RMCallTimeout = orDefault(c.RMCallTimeout, 10*time.Second)
@@ -144,6 +149,9 @@ func (c Config) Validate() error {
 			problems = append(problems, fmt.Errorf("rm-address: %w", err))
 		}
 	}
+	if c.CPUOnly && c.RMAddress != "" && c.RMAddress != DefaultRMAddress {
+		bad("rm-address %s and cpu-only contradict each other: without a resource manager there are cpu pools only", c.RMAddress)
+	}
 	if !validName(c.ServerID) {
 		bad("server-id %q must have 1 to 64 of the characters a-z A-Z 0-9 . _ - and must not begin with a dot", c.ServerID)
 	}
@@ -171,12 +179,19 @@ func (c Config) Validate() error {
 	}{
 		{"max-hot-connections", c.MaxHotConnectionCount, 1 << 20},
 		{"max-session-connections", c.MaxSessionConnectionCount, 1 << 10},
+		{"max-control-message", c.MaxControlMessageBytes, 1 << 30},
 	} {
 		if n.value < 1 || n.value > n.max {
 			bad("%s %d is not between 1 and %d", n.name, n.value, n.max)
 		}
 	}
 	return errors.Join(problems...)
+}
+
+// errDAXPath answers the original's flag.
+func errDAXPath(path string) error {
+	return fmt.Errorf("%w: --dax-path %s: devices belong to the resource manager now: start maru-resource-manager "+
+		"--pool devdax:%s and name it here with --rm-address", base.ErrInvalid, path, path)
 }
 
 // validName accepts what can be a directory's name; empty is the default.

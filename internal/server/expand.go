@@ -10,6 +10,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/directory"
+	"github.com/xcena-dev/maru/internal/poolfmt"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
 
@@ -158,10 +159,28 @@ func (s *Server) expand(ctx context.Context, sess *session, req *directory.Expan
 		case !errors.Is(err, base.ErrFull) || req.Medium == base.MediumCPU:
 			return nil, err
 		}
+		if permanent := s.neverFits(req); permanent != nil {
+			return nil, permanent
+		}
 		if again := s.makeRoom(ctx); !again {
 			return nil, err
 		}
 	}
+}
+
+// neverFits says why no pool can ever hold a region: its tables count, which the
+// usable bytes do not show (RPC-21).
+func (s *Server) neverFits(req *directory.ExpandRequest) error {
+	plan, err := poolfmt.PlanRegion(req.PageBytes, (req.Bytes-1)/req.PageBytes+1, req.PieceBytes)
+	if err != nil {
+		return fmt.Errorf("expand: %w", err)
+	}
+	largest := s.rm.largestPool(req.Medium)
+	if largest == 0 || plan.ExtentBytes <= largest {
+		return nil
+	}
+	return fmt.Errorf("%w: expand: %d usable bytes take %d with their tables, the largest %v pool has %d; ask for less, or add a larger pool",
+		base.ErrPermanent, plan.DataBytes, plan.ExtentBytes, req.Medium, largest)
 }
 
 // join waits for a flight that somebody else started.

@@ -12,6 +12,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/xcena-dev/maru/internal/keys"
+	"github.com/xcena-dev/maru/internal/node"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -32,7 +33,7 @@ func testConfig(t testing.TB) Config {
 	return Config{
 		Port: AnyPort, HTTPPort: AnyPort, CPUOnly: true, StateDir: filepath.Join(dir, "state"),
 		UnixPath: filepath.Join(dir, "c.sock"), HotUnixPath: filepath.Join(dir, "h.sock"),
-		CPUBudgetBytes: 1 << 30, Log: log, Version: "test",
+		Node: node.Options{Dir: dir}, CPUBudgetBytes: 1 << 30, Log: log, Version: "test",
 	}
 }
 

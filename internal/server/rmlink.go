@@ -98,6 +98,22 @@ func (l *rmLink) poolInfo(id base.PoolID) *maruv1.PoolInfo {
 	return l.mu.pools[id]
 }
 
+// largestPool is RPC-21's bound; 0 while no pool is known.
+func (l *rmLink) largestPool(m base.Medium) uint64 {
+	if l == nil {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var largest uint64
+	for _, p := range l.mu.pools {
+		if base.Medium(p.GetMedium()) == m { //nolint:gosec // an enum
+			largest = max(largest, p.GetCapacityBytes())
+		}
+	}
+	return largest
+}
+
 func (l *rmLink) poolIDs() [][]byte {
 	l.mu.Lock()
 	defer l.mu.Unlock()

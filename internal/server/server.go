@@ -69,6 +69,7 @@ type Server struct {
 	wg     sync.WaitGroup
 	once   sync.Once
 
+	served   bool // Start succeeded
 	fencedBy atomic.Pointer[string]
 	failed   chan error // what ends the server by itself: a fence, a broken listener
 }
@@ -98,7 +99,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 			_ = s.Close(closeCtx)
 		}
 	}()
-	if s.node, err = node.Read(node.Options{}); err != nil {
+	if s.node, err = node.Read(cfg.Node); err != nil {
 		return nil, err
 	}
 	if s.state, err = openStateDir(cfg.StateDir, cfg.ServerID); err != nil {
@@ -122,10 +123,18 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 		return nil, err
 	}
 	s.run()
+	s.served = true
 	s.log.Info("serving", "control", s.ControlAddress(), "hot", s.HotAddress(), "unix", s.UnixPath(), "hot_unix", s.HotUnixPath(),
 		"server_id", s.state.server.String(), "name", s.state.name, "server_epoch", fmt.Sprintf("%016x", uint64(s.epoch)),
-		"state_dir", s.state.path, "cpu_budget_bytes", cfg.CPUBudgetBytes, "rm", cfg.RMAddress, "cpu_only", cfg.CPUOnly)
+		"state_dir", s.state.path, "cpu_budget_bytes", cfg.CPUBudgetBytes, "rm", rmName(cfg))
 	return s, nil
+}
+
+func rmName(cfg Config) string {
+	if cfg.CPUOnly {
+		return "none (--cpu-only)"
+	}
+	return cfg.RMAddress
 }
 
 func randomUint64() uint64 {
@@ -170,7 +179,7 @@ func listenUnix(path, name string) (*rpc.UnixListener, error) {
 
 // run starts the goroutines. Each ends with s.ctx or with its listener.
 func (s *Server) run() {
-	s.grpc = rpc.NewServer(rpc.Limits{}, rpc.WithLogger(s.log), rpc.WithCredentials(peer.ServerCredentials()),
+	s.grpc = rpc.NewServer(rpc.Limits{MaxReceiveBytes: s.cfg.MaxControlMessageBytes}, rpc.WithLogger(s.log), rpc.WithCredentials(peer.ServerCredentials()),
 		rpc.WithPanicMetric(s.metrics.rpc.Panic),
 		rpc.WithUnary(s.metrics.rpc.Unary, s.authorizeUnary), rpc.WithStream(s.metrics.rpc.Stream, s.authorizeStream),
 		// Without it Stop leaves handlers running, on a directory whose memory is gone.
@@ -246,7 +255,9 @@ func (s *Server) close(ctx context.Context) {
 	if s.state != nil {
 		_ = s.state.Close()
 	}
-	s.log.Info("stopped")
+	if s.served {
+		s.log.Info("stopped")
+	}
 }
 
 // isNil tells a nil pointer in an interface: Start may fail between two listeners.
@@ -263,6 +274,16 @@ func isNil(l interface{ Close() error }) bool {
 // Failed delivers the reason when the server cannot go on by itself: it was fenced,
 // or a listener broke. Whoever runs it then closes it.
 func (s *Server) Failed() <-chan error { return s.failed }
+
+// Wait returns nil when ctx is done, or the reason why the server cannot go on.
+func (s *Server) Wait(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return nil
+	case err := <-s.failed:
+		return err
+	}
+}
 
 func (s *Server) fail(err error) {
 	select {
