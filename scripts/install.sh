@@ -150,7 +150,7 @@ install_vllm() {
 # What test/vmlab calls by name, and the Debian package that holds it.
 install_vmlab() {
   local missing=() pair
-  for pair in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static xz:xz-utils dpkg-deb:dpkg rdma:iproute2 ibv_rc_pingpong:ibverbs-utils; do
+  for pair in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static xz:xz-utils dpkg-deb:dpkg rdma:iproute2 ibv_rc_pingpong:ibverbs-utils mkfs.ext4:e2fsprogs; do
     command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
   done
   # The dynamic busybox has the same name and does not run in the guest.

@@ -32,7 +32,7 @@ type image struct {
 
 // prerequisites are the programs of the host that the lab calls.
 // scripts/install.sh knows their packages.
-var prerequisites = []string{"qemu-system-x86_64", "busybox", "xz", "dpkg-deb", "apt-get", "rdma", "ibv_rc_pingpong"}
+var prerequisites = []string{"qemu-system-x86_64", "busybox", "xz", "dpkg-deb", "apt-get", "rdma", "ibv_rc_pingpong", "mkfs.ext4"}
 
 // prepare makes the image, or finds it in the cache. It skips the test only when
 // a prerequisite is missing that it may not install, and names it.

@@ -53,10 +53,14 @@ func (c *cpio) bytes() []byte {
 	return c.buf.Bytes()
 }
 
-// wantedModules are loaded at boot, in this order, after what they depend on:
-// the bus, the network and the folder of the host, then the NVDIMM up to the device-DAX. The
-// checksum is what the NVDIMM core asks for by name at run time.
-var wantedModules = []string{"virtio_pci", "virtio_net", "9p", "9pnet_virtio", "crc32_generic", "nfit", "nd_pmem", "dax_pmem", "device_dax"}
+// wantedModules are loaded at boot, in this order, after what they depend on: the
+// bus, the network and the folder of the host, the disk, then the NVDIMM up to the
+// device-DAX. The checksums are what others ask for by name at run time.
+var wantedModules = []string{
+	"virtio_pci", "virtio_net", "9p", "9pnet_virtio",
+	"crc32c_generic", "virtio_blk", "ext4",
+	"crc32_generic", "nfit", "nd_pmem", "dax_pmem", "device_dax",
+}
 
 // rdmaModules are loaded on machines with soft-RoCE: RDMA verbs over the ordinary
 // network card, as the kernel emulates them.
@@ -236,7 +240,7 @@ func makeInitrd(modules *moduleTree, files []hostFile, init []byte) ([]byte, err
 	for _, d := range []string{
 		"bin", "sbin", "usr", "usr/bin", "usr/sbin", "usr/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/libibverbs",
 		"etc", "etc/libibverbs.d", "lib", "lib64", strings.TrimSuffix(libraryDir, "/"), "lib/modules",
-		"proc", "sys", "dev", "host", "root", "tmp", "run",
+		"proc", "sys", "dev", "host", "state", "root", "tmp", "run",
 	} {
 		c.dir(d)
 	}

@@ -4,7 +4,10 @@ package vmlab
 
 import (
 	"encoding/binary"
+	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 )
 
 const (
@@ -14,6 +17,7 @@ const (
 	// kernel keeps what is before it for its information block.
 	PoolDataOffset = 2 << 20
 
+	diskBytes     = 128 << 20
 	daxAlignBytes = 2 << 20
 	pageBytes     = 4096
 )
@@ -75,6 +79,21 @@ func makePool(path string, sizeBytes int64) error {
 		return err
 	}
 	return f.Close()
+}
+
+// makeDisk writes an empty file system for /state of a machine.
+func makeDisk(path string) error {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(f.Truncate(diskBytes), f.Close()); err != nil {
+		return err
+	}
+	if out, err := exec.Command("mkfs.ext4", "-q", "-F", path).CombinedOutput(); err != nil {
+		return fmt.Errorf("mkfs.ext4: %w\n%s", err, out)
+	}
+	return nil
 }
 
 // fletcher64 is the checksum of the kernel's NVDIMM blocks, over 32-bit words and

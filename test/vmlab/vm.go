@@ -25,8 +25,9 @@ const (
 	pollEvery = 20 * time.Millisecond
 )
 
-// VM is one machine on one pool. The pool and the shared folder live as long as
-// the test; the machine ends with it.
+// VM is one machine on one pool, with a small disk of its own at /state. Pool, disk
+// and shared folder live as long as the test; the machine ends with it. What the
+// machine did not sync to its disk is lost in a Crash, as on any host.
 //
 // Concurrency: Start, Crash and PowerOff belong to the test's goroutine; Run, Try
 // and Go may be called from several while the machine is up.
@@ -36,6 +37,7 @@ type VM struct {
 	dir   string // console, logs
 	share string // /host in the guest
 	pool  string
+	disk  string // /state in the guest
 	name  string
 	link  link
 	jobs  chan int // the number of the next job
@@ -120,6 +122,10 @@ func newVM(t testing.TB, img image, name, pool string) *VM {
 	t.Helper()
 	v := &VM{t: t, img: img, dir: t.TempDir(), share: t.TempDir(), pool: pool, name: name, jobs: make(chan int, 1)}
 	v.jobs <- 0
+	v.disk = filepath.Join(v.dir, "disk.img")
+	if err := makeDisk(v.disk); err != nil {
+		t.Fatalf("vmlab: make the disk: %v", err)
+	}
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("vmlab: console of machine %s:\n%s", name, v.tail("console"))
@@ -169,6 +175,8 @@ func (v *VM) launch() {
 		"-device", "nvdimm,id=nv0,memdev=pool",
 		"-fsdev", "local,id=host,path=" + v.share + ",security_model=none,multidevs=remap",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag=host",
+		"-drive", "if=none,id=disk,format=raw,file=" + v.disk,
+		"-device", "virtio-blk-pci,drive=disk",
 	}
 	if v.link.local != "" {
 		// A socket file outlives a crash, and QEMU does not take it over.
@@ -371,19 +379,23 @@ func (v *VM) build(what string, args ...string) {
 }
 
 // GoTest builds the tests of the Go package pkg with the build tag vmguest, as a
-// static program, and runs them in the machine, in the order of the source.
-func (v *VM) GoTest(pkg string) {
+// static program, and runs in the machine those that match run, in the order of
+// the source. A failure ends the test.
+func (v *VM) GoTest(pkg, run string) {
 	v.t.Helper()
 	name := filepath.Base(pkg) + ".test"
-	v.build(name, "test", "-c", "-tags", "vmguest,invariants", "-o", filepath.Join(v.share, name), pkg)
-	r := v.Try("/host/" + name + " -test.v")
+	// Once a test: the binary stays in the shared folder.
+	if _, err := os.Stat(filepath.Join(v.share, name)); err != nil {
+		v.build(name, "test", "-c", "-tags", "vmguest,invariants", "-o", filepath.Join(v.share, name), pkg)
+	}
+	r := v.Try("/host/" + name + " -test.v -test.run '" + run + "'")
 	v.t.Logf("vmlab: %s in machine %s:\n%s", pkg, v.name, r.Stdout)
 	if r.Status != 0 {
-		v.t.Errorf("vmlab: %s in machine %s: status %d\n%s", pkg, v.name, r.Status, r.Stderr)
+		v.t.Fatalf("vmlab: %s %s in machine %s: status %d\n%s", pkg, run, v.name, r.Status, r.Stderr)
 	}
 	// A build without the tag has no tests and passes.
 	if !strings.Contains(r.Stdout, "--- PASS") {
-		v.t.Errorf("vmlab: %s ran no test", pkg)
+		v.t.Fatalf("vmlab: no test of %s matches %s", pkg, run)
 	}
 }
 

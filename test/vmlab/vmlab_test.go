@@ -34,8 +34,12 @@ func TestDeviceDAX(t *testing.T) {
 		t.Errorf("the pattern is there before it was written: %s", r.Stdout)
 	}
 	vm.Run(probe + " write" + where + "7")
+	vm.Run("echo synced >/state/a && sync")
 	vm.Crash()
 	vm.Start()
+	if got := vm.Run("cat /state/a"); got != "synced\n" {
+		t.Errorf("the disk has %q after the crash", got)
+	}
 	if again := vm.Run("cat /proc/sys/kernel/random/boot_id"); again == bootID {
 		t.Errorf("boot id %s before and after the crash: the machine did not boot again", again)
 	}
@@ -64,7 +68,7 @@ func TestDeviceDAXRefusals(t *testing.T) {
 }
 
 // TestInside runs what test/vmlab/inside asks of internal/media on a real device.
-func TestInside(t *testing.T) { Boot(t).GoTest("./test/vmlab/inside") }
+func TestInside(t *testing.T) { Boot(t).GoTest("./test/vmlab/inside", "^TestDAX") }
 
 // TestPoolOffset: the pool file is the memory of the device, at the offset that
 // PoolDataOffset says. Tests that damage a pool from outside lean on it.

@@ -46,7 +46,7 @@ func mapRange(t *testing.T, f *dax.File, offset, length uint64, access mapping.A
 	return m
 }
 
-func TestDiscover(t *testing.T) {
+func TestDAXDiscover(t *testing.T) {
 	devices, err := dax.Discover("/sys")
 	if err != nil {
 		t.Fatal(err)
@@ -60,7 +60,7 @@ func TestDiscover(t *testing.T) {
 	}
 }
 
-func TestOpen(t *testing.T) {
+func TestDAXOpen(t *testing.T) {
 	owner := open(t, dax.OpenOptions{Lock: dax.LockExclusive})
 	if owner.Kind() != dax.KindDevdax || owner.SizeBytes() != deviceBytes || owner.AlignBytes() != alignBytes {
 		t.Errorf("%s, %d bytes, alignment %d", owner.Kind(), owner.SizeBytes(), owner.AlignBytes())
@@ -80,7 +80,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-func TestMap(t *testing.T) {
+func TestDAXMap(t *testing.T) {
 	f := open(t, dax.OpenOptions{})
 	const at = 4 * alignBytes
 	writer := mapRange(t, f, at, alignBytes, mapping.ReadWrite)
@@ -109,10 +109,10 @@ func TestMap(t *testing.T) {
 	mapRange(t, f, deviceBytes-alignBytes, alignBytes, mapping.ReadWrite) // the end itself
 }
 
-// TestFlush: a software-coherent pool is written back and dropped by cache lines;
+// TestDAXFlush: a software-coherent pool is written back and dropped by cache lines;
 // the processor of the lab has the instructions, and the lines of a device-DAX
 // take them.
-func TestFlush(t *testing.T) {
+func TestDAXFlush(t *testing.T) {
 	if !flush.Supported() {
 		t.Fatal("the processor of the lab cannot write cache lines back")
 	}
@@ -138,11 +138,11 @@ func TestFlush(t *testing.T) {
 	}
 }
 
-// TestDriverGoes: the device goes away under a mapping. That is an error of the
+// TestDAXDriverGoes: the device goes away under a mapping. That is an error of the
 // access, not the end of the process, and the bytes are there when it is back.
 // Nothing may have the device open when the driver takes it again: the kernel
 // then answers every later open with ENXIO, until the next boot.
-func TestDriverGoes(t *testing.T) {
+func TestDAXDriverGoes(t *testing.T) {
 	const at = 8 * alignBytes
 	f, err := dax.Open(device, dax.KindDevdax, dax.OpenOptions{})
 	if err != nil {
