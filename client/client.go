@@ -2,171 +2,446 @@ package client
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
-	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/checksum"
+	"github.com/xcena-dev/maru/internal/media/cpu"
+	"github.com/xcena-dev/maru/internal/node"
+	"github.com/xcena-dev/maru/internal/rpc"
+	"github.com/xcena-dev/maru/internal/session"
 )
+
+// Version is what this build calls itself, from the module's build information.
+var Version = func() string {
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
+	}
+	return "devel"
+}()
 
 // Client is one session and what it holds.
 // Concurrency: all methods are safe for concurrent use.
-type Client struct{ cfg Config }
+type Client struct {
+	cfg       Config
+	log       *slog.Logger
+	clock     func() time.Duration // CLOCK_BOOTTIME
+	id        base.SessionID
+	node      node.Identity
+	namespace base.NamespaceID
+	conn      *grpc.ClientConn // control, to the configured address
 
-func notYet(op string) error {
-	return fmt.Errorf("%w: %s is not in this build", base.ErrUnsupported, op)
+	ctx    context.Context // ends at Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	reopen chan struct{}
+	kicked chan struct{}
+
+	link     atomic.Pointer[link]
+	unixPath string // of the server's control socket; used by the loop that opens only
+	manager  manager
+	limited  limiter
+
+	mu struct {
+		sync.Mutex
+		core  *session.Core
+		beats uint64
+		pools map[uint32]pool
+		// unprepared: memory that this configuration wants is not there yet.
+		unprepared    bool
+		segmentRegion []base.RegionID // per cpu segment; 0: none
+		corrupt       []base.Key      // to be deleted
+		layouts       map[LayoutID]*layout
+		lastLayout    LayoutID
+	}
+
+	maps   atomic.Pointer[map[base.RegionID]*mapped]
+	mapsMu sync.Mutex // replaces maps
+	mapMu  sync.Mutex // one Describe and Hold at a time
+
+	// growMu guards all growth, and the fields below it.
+	growMu       sync.Mutex
+	growNot      time.Time
+	lostExpand   [4]*maruv1.ExpandRequest
+	lostExpandAt [4]base.ServerEpoch
+
+	// events is held while events are applied, so that they are in their order.
+	events sync.Mutex
+
+	// Of the background worker alone.
+	scratchGone []base.RegionID
+	unholds     []*maruv1.RegionHandle
+
+	cpu         *cpu.Pool
+	transfers   transfers
+	count       counters
+	notProvable sync.Once
+
+	closing struct {
+		sync.RWMutex // held for reading by every call
+		state        closeState
+		err          error
+	}
 }
 
+type closeState uint8
+
+const (
+	isOpen closeState = iota
+	isClosing
+	isClosed
+)
+
 // Open registers a session. Errors: ErrInvalid, ErrMismatch, ErrLimit and the like for a
-// configuration that the server refuses; ErrUnavailable when it is away.
+// configuration that this machine or the server refuses; ErrUnavailable when the server
+// is away.
 func Open(ctx context.Context, cfg Config) (*Client, error) {
+	return openWith(ctx, cfg, node.BootTime)
+}
+
+func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Client, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	return nil, notYet("Open")
+	c := &Client{
+		cfg: cfg, clock: clock, id: base.NewID(), namespace: base.NamespaceOf(cfg.Namespace),
+		reopen: make(chan struct{}, 1), kicked: make(chan struct{}, 1),
+	}
+	c.resolve()
+	c.log = c.cfg.Logger.With("session", c.id.String(), "instance", c.cfg.InstanceID)
+	c.manager.client = c
+	c.mu.core = session.New(session.Config{Session: c.id})
+	c.mu.layouts = map[LayoutID]*layout{}
+	c.mu.pools = map[uint32]pool{}
+	c.maps.Store(&map[base.RegionID]*mapped{})
+	c.ctx, c.cancel = context.WithCancel(context.Background())
+	if err := c.start(ctx); err != nil {
+		c.abandon()
+		return nil, err
+	}
+	return c, nil
 }
 
+// resolve fills the defaults in.
+func (c *Client) resolve() {
+	cfg := &c.cfg
+	orSize := func(v *uint64, byDefault uint64) {
+		if *v == 0 {
+			*v = byDefault
+		}
+	}
+	orInt := func(v *int, byDefault int) {
+		if *v == 0 {
+			*v = byDefault
+		}
+	}
+	if cfg.InstanceID == "" {
+		cfg.InstanceID = c.id.String()
+	}
+	if cfg.Role == base.RoleNone {
+		cfg.Role = base.RoleWorker
+	}
+	cfg.WorldSize = max(cfg.WorldSize, 1)
+	if cfg.PieceBytes == 0 {
+		cfg.PieceBytes = checksum.OpaquePieceBytes
+	}
+	cfg.PageBytes = cfg.pageBytes()
+	if cfg.wantsCXL() {
+		orSize(&cfg.RegionBytes, max(min(defaultRegionBytes, cfg.CXLBytes), cfg.PageBytes))
+		orSize(&cfg.ExpandBytes, cfg.RegionBytes)
+	}
+	orSize(&cfg.SegmentBytes, max(defaultSegment, 8*cfg.PageBytes))
+	cfg.SegmentBytes = (cfg.SegmentBytes + cpu.AlignBytes - 1) &^ (cpu.AlignBytes - 1)
+	if cfg.WriteOrder == nil {
+		if cfg.CPUBytes != 0 {
+			cfg.WriteOrder = append(cfg.WriteOrder, base.MediumCPU)
+		}
+		if cfg.wantsCXL() {
+			cfg.WriteOrder = append(cfg.WriteOrder, base.MediumCXL)
+		}
+	}
+	if cfg.ReadOrder == nil {
+		cfg.ReadOrder = []base.Medium{base.MediumCPU, base.MediumCXL}
+	}
+	orInt(&cfg.CopyThreads, min(max(runtime.GOMAXPROCS(0)/2, 1), 8))
+	orInt(&cfg.QueueJobs, 1024)
+	orInt(&cfg.HotConnections, 4)
+	if cfg.Views == Default {
+		cfg.Views = Off
+		if cfg.Opaque {
+			cfg.Views = On
+		}
+	}
+	if cfg.RPCTimeout == 0 {
+		cfg.RPCTimeout = 2 * time.Second
+	}
+	if cfg.ConnectTimeout == 0 {
+		cfg.ConnectTimeout = 2 * time.Second
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.Default()
+	}
+}
+
+func (c *Client) start(ctx context.Context) (err error) {
+	if c.node, err = node.Read(node.Options{}); err != nil {
+		return fmt.Errorf("who this machine is: %w", err)
+	}
+	if err := c.makeCPU(); err != nil {
+		return err
+	}
+	if err := c.transfers.start(c); err != nil {
+		return err
+	}
+	c.conn, err = rpc.NewClient(c.cfg.ServerAddress, rpc.Retry{ConnectTimeout: c.cfg.ConnectTimeout})
+	if err != nil {
+		return err
+	}
+	if err := c.openSession(ctx); err != nil {
+		if c.cfg.ConnectLater != On || !away(err) {
+			return fmt.Errorf("opening a session at %s: %w", c.cfg.ServerAddress, err)
+		}
+		c.log.Warn("the server is away: everything is a miss until it comes", "server", c.cfg.ServerAddress, "error", err)
+		c.count.outages.Add(1)
+	} else if err := c.prepare(ctx); err != nil && !transient(err) {
+		return err
+	}
+	c.wg.Go(c.run)
+	c.wg.Go(c.work)
+	return nil
+}
+
+// transient reports whether what is missing now may come later: the session is of use
+// without it (CXL-03, POL-07).
+func transient(err error) bool {
+	return away(err) || errors.Is(err, base.ErrFull) || errors.Is(err, base.ErrBusy) || errors.Is(err, base.ErrStale) ||
+		errors.Is(err, base.ErrOffline) || errors.Is(err, base.ErrUnknown) || errors.Is(err, base.ErrFenced)
+}
+
+// abandon undoes a half-made client.
+func (c *Client) abandon() {
+	c.cancel()
+	if l := c.link.Load(); l != nil {
+		c.leaveMemory()
+		c.say(l, &maruv1.CloseRequest{Drained: true})
+		l.close()
+	}
+	c.transfers.stop()
+	c.wg.Wait()
+	c.manager.close()
+	if c.conn != nil {
+		_ = c.conn.Close()
+	}
+	if c.cpu != nil {
+		_ = c.cpu.Close()
+	}
+}
+
+// say ends the session at the server, as far as it can be reached.
+func (c *Client) say(l *link, req *maruv1.CloseRequest) error {
+	ctx, cancel := context.WithTimeout(l.authorize(context.Background()), c.cfg.RPCTimeout)
+	defer cancel()
+	_, err := l.api.Close(ctx, req)
+	return err
+}
+
+// leaveMemory unmaps every region and gives the holds back. The core has agreed.
+func (c *Client) leaveMemory() {
+	c.mu.Lock()
+	gone, ok := c.mu.core.Close(nil)
+	c.mu.Unlock()
+	if !ok {
+		return
+	}
+	for _, id := range gone {
+		if h := c.unmap(id); h != nil {
+			c.unholds = append(c.unholds, h)
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), c.cfg.RPCTimeout)
+	defer cancel()
+	if err := c.manager.unhold(ctx, c.unholds); err != nil {
+		c.log.Warn("the resource manager did not take the holds back; they end with this process", "regions", len(c.unholds), "error", err)
+	}
+	c.unholds = nil
+}
+
+// enter begins a call; leave ends it. Errors: ErrClosed, and the context's.
+func (c *Client) enter(ctx context.Context) error {
+	c.closing.RLock()
+	if c.closing.state != isOpen {
+		c.closing.RUnlock()
+		return fmt.Errorf("%w: the client", base.ErrClosed)
+	}
+	if ctx != nil && ctx.Err() != nil {
+		c.closing.RUnlock()
+		return ctx.Err()
+	}
+	return nil
+}
+
+func (c *Client) leave() { c.closing.RUnlock() }
+
 // Close ends the session: drained, or LEFT while views are out; then the mappings of
-// the exported views stay to the end of the process. Idempotent.
-func (c *Client) Close(ctx context.Context) error { return notYet("Close") }
+// the exported views stay to the end of the process. Submitted jobs are finished first.
+// It is idempotent; ctx bounds how long the server is told.
+func (c *Client) Close(ctx context.Context) error {
+	// Calls in flight end first; new ones are refused from here on.
+	c.closing.Lock()
+	if c.closing.state != isOpen {
+		err := c.closing.err
+		c.closing.Unlock()
+		return err
+	}
+	c.closing.state = isClosing
+	c.closing.Unlock()
+
+	c.transfers.drain(ctx)
+	c.mu.Lock()
+	c.mu.core.UnpinAll()
+	views, _ := c.mu.core.Views()
+	c.mu.Unlock()
+	exported := c.exported()
+	l := c.current()
+	if l != nil {
+		c.flushReleases(ctx, l)
+	}
+	// The loops end before the mappings do: nothing writes a mark any more.
+	c.cancel()
+	c.transfers.stop()
+	c.wg.Wait()
+
+	var err error
+	left := views > 0 || exported > 0
+	if left {
+		c.mu.Lock()
+		c.mu.core.Leave()
+		c.mu.Unlock()
+	} else {
+		c.leaveMemory()
+	}
+	if l != nil {
+		if err = c.say(l, &maruv1.CloseRequest{Drained: !left, Left: left}); err != nil {
+			err = fmt.Errorf("telling the server: %w", err)
+			c.log.Warn("the server was not told that this session ends; it finds out when the process does", "error", err)
+		}
+		l.close()
+	}
+	c.manager.close()
+	_ = c.conn.Close()
+	if c.cpu != nil && !left {
+		err = errors.Join(err, c.cpu.Close())
+	}
+	c.closing.Lock()
+	c.closing.state = isClosed
+	c.closing.err = nil
+	c.closing.Unlock()
+	return err
+}
+
+// exported counts RegionViews that are out.
+func (c *Client) exported() int64 {
+	var n int64
+	for _, m := range *c.maps.Load() {
+		n += m.exported.Load()
+	}
+	return n
+}
+
+// current returns the link of the epoch that is open, nil while there is none.
+func (c *Client) current() *link {
+	l := c.link.Load()
+	if l == nil || l.ctx.Err() != nil {
+		return nil
+	}
+	return l
+}
 
 // Connected reports whether the session is valid now.
-func (c *Client) Connected() bool { return false }
+func (c *Client) Connected() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.core.Valid(c.clock())
+}
 
 // Session returns the session's id, which is no secret.
-func (c *Client) Session() base.SessionID { return base.SessionID{} }
+func (c *Client) Session() base.SessionID { return c.id }
 
 // Epoch returns the session's epoch, 0 before the first Open has succeeded.
-func (c *Client) Epoch() base.Epoch { return 0 }
+func (c *Client) Epoch() base.Epoch {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.core.Epoch()
+}
+
+// ServerOpen returns the server's answer to the last Open, nil before it: its epoch,
+// addresses, limits and pools. It must not be changed.
+func (c *Client) ServerOpen() *maruv1.OpenResponse {
+	if l := c.link.Load(); l != nil {
+		return l.resp
+	}
+	return nil
+}
 
 // Targets returns the live worker sessions of this client's engine, for ProbeQuery.
 // Errors: ErrUnsupported when the order of several workers cannot be told.
 func (c *Client) Targets(ctx context.Context) ([]base.SessionID, error) {
-	return nil, notYet("Targets")
+	u, err := c.Usage(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []base.SessionID
+	for _, s := range u.GetSessions() {
+		if c.cfg.EngineID == "" || s.GetEngineId() != c.cfg.EngineID || s.GetRole() != maruv1.Role_ROLE_WORKER || s.GetState() != "live" {
+			continue
+		}
+		id, err := base.IDFromBytes("session_id", s.GetSessionId())
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, id)
+	}
+	if len(out) > 1 {
+		return nil, fmt.Errorf("%w: engine %q has %d workers and the usage does not tell their ranks; hand their sessions over in the engine",
+			base.ErrUnsupported, c.cfg.EngineID, len(out))
+	}
+	return out, nil
 }
-
-// Stats returns the counters.
-func (c *Client) Stats() Stats { return Stats{} }
 
 // Usage asks the server for capacity and counts.
 func (c *Client) Usage(ctx context.Context) (*maruv1.UsageResponse, error) {
-	return nil, notYet("Usage")
+	if err := c.enter(ctx); err != nil {
+		return nil, err
+	}
+	defer c.leave()
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
+	defer cancel()
+	if l := c.current(); l != nil {
+		return l.api.Usage(l.authorize(ctx), &maruv1.UsageRequest{})
+	}
+	return maruv1.NewMetadataServerClient(c.conn).Usage(ctx, &maruv1.UsageRequest{})
 }
 
 // Ping makes one round trip to the server.
-func (c *Client) Ping(ctx context.Context) error { return notYet("Ping") }
-
-// Probe writes one hot.Verdict a key into verdicts, which must be as long as the keys,
-// and returns the count of hits before the first that is none. It reserves nothing.
-func (c *Client) Probe(ctx context.Context, q ProbeQuery, verdicts []byte) (leading int, err error) {
-	return 0, notYet("Probe")
-}
-
-// RefreshRequests keeps the request leases of engine requests.
-func (c *Client) RefreshRequests(ctx context.Context, ids []uint64) error {
-	return notYet("RefreshRequests")
-}
-
-// EndRequests ends them.
-func (c *Client) EndRequests(ctx context.Context, ids []uint64) error { return notYet("EndRequests") }
-
-// Delete hides keys for good. codes has one a key: OK, NotFound, Pinned, or Unknown
-// when the server did not finish in time (the key stays hidden).
-func (c *Client) Delete(ctx context.Context, keys hot.Keys, codes []base.Code) error {
-	return notYet("Delete")
-}
-
-// Alloc fills dst with n pages that are the caller's to write. It is local unless a
-// region is missing. It returns how many it got. Errors: ErrFull with fewer than n.
-func (c *Client) Alloc(ctx context.Context, n int, dst []Page) (int, error) {
-	return 0, notYet("Alloc")
-}
-
-// FreePage gives a page back that Alloc gave out. Errors: ErrInvalid for a page that is
-// not being written (a double free, or a stored page: Delete its key), ErrNotFound for
-// a region that is not ours.
-func (c *Client) FreePage(region base.RegionID, index base.PageIndex) error {
-	return notYet("FreePage")
-}
-
-// CommitPages publishes pages that were written in place. codes has one an item: OK;
-// AlreadyStored (the first value stays, the page is free); Unknown (no answer, the page
-// is quarantined until there is one); anything else: refused, the page is free. Only
-// with Invalid and NotFound, which name a page that Alloc did not give out, nothing changes.
-func (c *Client) CommitPages(ctx context.Context, items []CommitItem, codes []base.Code) error {
-	return notYet("CommitPages")
-}
-
-// RegionView returns bytes of a region that is mapped: own ones are writable, others
-// read-only. Ownership: valid until Close. Errors: ErrNotFound, ErrInvalid.
-func (c *Client) RegionView(region base.RegionID, offset, size uint64) (b []byte, writable bool, err error) {
-	return nil, false, notYet("RegionView")
-}
-
-// RegionPageCount returns the page count of a region that is owned or mapped.
-func (c *Client) RegionPageCount(region base.RegionID) (uint64, error) {
-	return 0, notYet("RegionPageCount")
-}
-
-// OwnedRegions returns the regions whose pages this client allocates, oldest first.
-func (c *Client) OwnedRegions() []base.RegionID { return nil }
-
-// Retrieve fills out with one view a key; ID 0 is a miss.
-func (c *Client) Retrieve(ctx context.Context, keys hot.Keys, mode hot.Mode, out []View) error {
-	return notYet("Retrieve")
-}
-
-// ReleaseViews ends view leases. It never blocks; unknown ids are ignored.
-func (c *Client) ReleaseViews(ids []uint64) {}
-
-// Pin takes a view lease on each key, or counts one up that this client has. codes: OK
-// or why not; in hot.ModePrefix everything behind the first miss is a Miss.
-func (c *Client) Pin(ctx context.Context, keys hot.Keys, mode hot.Mode, codes []base.Code) error {
-	return notYet("Pin")
-}
-
-// Unpin counts down; the last one ends the lease. codes: OK, or NotFound for a key that
-// this client has not pinned.
-func (c *Client) Unpin(ctx context.Context, keys hot.Keys, codes []base.Code) error {
-	return notYet("Unpin")
-}
-
-// RegisterLayout makes a layout known to transfers. Errors: ErrInvalid.
-func (c *Client) RegisterLayout(l Layout) (LayoutID, error) { return 0, notYet("RegisterLayout") }
-
-// UnregisterLayout forgets a layout after the last transfer that uses it. Errors: ErrNotFound.
-func (c *Client) UnregisterLayout(id LayoutID) error { return notYet("UnregisterLayout") }
-
-// Store copies objects into pages and publishes them. codes has one an item: OK,
-// AlreadyStored, Full (skipped), Unknown, Unavailable, Fault, Invalid.
-func (c *Client) Store(ctx context.Context, items []StoreItem, codes []base.Code) error {
-	return notYet("Store")
-}
-
-// Load copies objects, or parts, out of the store and verifies them. codes has one an
-// item: OK, Miss, Corrupt, Fault, Invalid. Except with OK the destination's content is
-// undefined; for a Miss that was known before the copy it is untouched.
-func (c *Client) Load(ctx context.Context, items []LoadItem, codes []base.Code) error {
-	return notYet("Load")
-}
-
-// SubmitStore queues a Store. The items are copied; the memory behind them must stay
-// until the job is done. Errors: ErrBusy when QueueJobs are out.
-func (c *Client) SubmitStore(items []StoreItem) (JobID, error) { return 0, notYet("SubmitStore") }
-
-// SubmitLoad queues a Load, as SubmitStore.
-func (c *Client) SubmitLoad(items []LoadItem) (JobID, error) { return 0, notYet("SubmitLoad") }
-
-// EventFD returns a descriptor that is readable while finished jobs wait for Completed.
-// Ownership: the client's, until Close.
-func (c *Client) EventFD() int { return -1 }
-
-// Completed hands out finished jobs, each once, and clears the descriptor when none is left.
-func (c *Client) Completed(dst []JobID) int { return 0 }
-
-// JobResult copies a finished job's codes out and forgets the job. done is false while
-// it is not finished; then nothing is copied. Errors: ErrNotFound for a job that is
-// unknown or was forgotten, ErrInvalid when codes is too short.
-func (c *Client) JobResult(job JobID, codes []base.Code) (done bool, err error) {
-	return false, notYet("JobResult")
+func (c *Client) Ping(ctx context.Context) error {
+	if err := c.enter(ctx); err != nil {
+		return err
+	}
+	defer c.leave()
+	l := c.current()
+	if l == nil {
+		return fmt.Errorf("%w: no session is open at %s", base.ErrUnavailable, c.cfg.ServerAddress)
+	}
+	_, err := c.probeOnce(ctx, l, ProbeQuery{}, nil, nil)
+	return err
 }

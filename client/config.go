@@ -47,7 +47,8 @@ type Config struct {
 	ServerAddress string
 	// InstanceID is for people: logs and usage. Default: the session id.
 	InstanceID string
-	// EngineID binds the sessions of one engine. Default: InstanceID.
+	// EngineID binds the sessions of one engine: one worker a rank (SES-02). Empty: no
+	// engine (MaruHandler).
 	EngineID string
 	// Role: a worker holds memory, a scheduler only asks. Default: worker.
 	Role            base.Role

@@ -1,0 +1,500 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/flush"
+	"github.com/xcena-dev/maru/internal/media/dax"
+	"github.com/xcena-dev/maru/internal/media/mapping"
+	"github.com/xcena-dev/maru/internal/poolfmt"
+	"github.com/xcena-dev/maru/internal/rpc"
+	"github.com/xcena-dev/maru/internal/session"
+)
+
+// mapped is a region's memory in this process. It lives until the core gives the region
+// up (D1); whoever uses its bytes has a lease, a hold or a page of it.
+type mapped struct {
+	info      session.RegionInfo
+	own       session.Ownership
+	mapping   *mapping.Mapping
+	data      []byte // the pages
+	records   []byte // own shared regions: one record a page
+	coherence base.Coherence
+	handle    *maruv1.RegionHandle // nil: private
+	segment   int                  // of the cpu pool
+	exported  atomic.Int64         // RegionViews that are out
+	faults    atomic.Uint32
+
+	// marks is the page lock of the region: marks are written and cleared under it.
+	marks sync.Mutex
+}
+
+func (m *mapped) page(i base.PageIndex) []byte {
+	at := uint64(i) * m.info.PageBytes
+	return m.data[at : at+m.info.PageBytes : at+m.info.PageBytes]
+}
+
+func (m *mapped) record(i base.PageIndex) []byte {
+	at := uint64(i) * poolfmt.RecordBytes
+	return m.records[at : at+poolfmt.RecordBytes : at+poolfmt.RecordBytes]
+}
+
+func (m *mapped) software() bool { return m.coherence == base.CoherenceSoftware }
+
+// invalidate drops cached lines before bytes of another host are read.
+func invalidate(b []byte) {
+	// Pools that need it are refused at Open where it is not supported.
+	_ = flush.Invalidate(b)
+}
+
+// region finds a mapping without a lock: the table is replaced, never changed.
+func (c *Client) region(id base.RegionID) *mapped {
+	return (*c.maps.Load())[id]
+}
+
+func (c *Client) setRegion(id base.RegionID, m *mapped) {
+	c.mapsMu.Lock()
+	defer c.mapsMu.Unlock()
+	old := *c.maps.Load()
+	next := make(map[base.RegionID]*mapped, len(old)+1)
+	for k, v := range old {
+		next[k] = v
+	}
+	if m == nil {
+		delete(next, id)
+	} else {
+		next[id] = m
+	}
+	c.maps.Store(&next)
+}
+
+// checkPlace refuses a region whose sizes do not fit together.
+func checkPlace(p *maruv1.RegionPlace) (poolfmt.Plan, error) {
+	plan, err := poolfmt.PlanRegion(p.GetPageSize(), p.GetPageCount(), p.GetPieceSize())
+	if err != nil {
+		return plan, fmt.Errorf("place of a region: %w", err)
+	}
+	if plan.DataBytes != p.GetLength() || plan.TableOffset != p.GetTableOffset() || plan.ExtentBytes != p.GetExtentLength() {
+		return plan, fmt.Errorf("%w: place of a region: length %d, table at %d, extent %d; %d pages of %d bytes give %d, %d, %d",
+			base.ErrInvalid, p.GetLength(), p.GetTableOffset(), p.GetExtentLength(), p.GetPageCount(), p.GetPageSize(),
+			plan.DataBytes, plan.TableOffset, plan.ExtentBytes)
+	}
+	return plan, nil
+}
+
+// mapRegion maps a held region: own ones whole and writable, others the pages only, for
+// reading.
+func (c *Client) mapRegion(a *maruv1.RegionAccess, poolNumber uint32, own session.Ownership) (*mapped, error) {
+	plan, err := checkPlace(a.GetPlace())
+	if err != nil {
+		return nil, err
+	}
+	coherence := base.Coherence(a.GetCoherence()) //nolint:gosec // an enum
+	switch {
+	case coherence == base.CoherenceUnknown:
+		return nil, fmt.Errorf("%w: the pool at %s has unknown coherence; allowed: hardware, software", base.ErrUnsupported, a.GetPath())
+	case coherence == base.CoherenceSoftware && !flush.Supported():
+		return nil, fmt.Errorf("%w: the pool at %s needs cache flushes, which this processor or build has not", base.ErrUnsupported, a.GetPath())
+	}
+	access, length := mapping.ReadOnly, plan.DataBytes
+	if own == session.Own {
+		access, length = mapping.ReadWrite, plan.ExtentBytes
+	}
+	x, err := dax.Open(a.GetPath(), dax.Kind(a.GetDeviceKind()), dax.OpenOptions{ReadOnly: own != session.Own}) //nolint:gosec // an enum
+	if err != nil {
+		return nil, err
+	}
+	defer x.Close()
+	if align := x.AlignBytes(); length%align != 0 {
+		length = min((length/align+1)*align, plan.ExtentBytes)
+	}
+	mem, err := x.Map(a.GetPlace().GetOffset(), length, access)
+	if err != nil {
+		return nil, err
+	}
+	m := &mapped{
+		info: session.RegionInfo{
+			ID: base.RegionID(a.GetHandle().GetRegionId()), PoolNumber: poolNumber, Medium: base.MediumCXL,
+			Incarnation: base.Incarnation(a.GetHandle().GetIncarnation()), PageBytes: plan.PageBytes, PageCount: plan.PageCount,
+		},
+		own: own, mapping: mem, coherence: coherence, handle: a.GetHandle(), segment: -1,
+	}
+	copy(m.info.Pool[:], a.GetHandle().GetPoolId())
+	all := mem.Bytes()
+	m.data = all[:plan.DataBytes:plan.DataBytes]
+	if own == session.Own {
+		m.records = all[plan.RecordOffset : plan.RecordOffset+poolfmt.RecordBytes*plan.PageCount]
+	}
+	return m, nil
+}
+
+// ensureMapped maps the foreign regions of leased rows that are not mapped yet: one
+// Describe and one Hold for all of them. Errors of single regions are reported to the
+// server, which counts no hits there for this session from then on.
+func (c *Client) ensureMapped(ctx context.Context, l *link, ids []base.RegionID) {
+	missing := ids[:0]
+	for _, id := range ids {
+		if c.region(id) == nil && id < base.FirstPrivateRegion {
+			missing = append(missing, id)
+		}
+	}
+	if len(missing) == 0 {
+		return
+	}
+	c.mapMu.Lock()
+	defer c.mapMu.Unlock()
+	req := &maruv1.DescribeRegionsRequest{}
+	for _, id := range missing {
+		if c.region(id) == nil {
+			req.RegionIds = append(req.RegionIds, uint32(id))
+		}
+	}
+	if len(req.RegionIds) == 0 {
+		return
+	}
+	c.describeAndMap(ctx, l, req)
+}
+
+// describeAndMap is called under mapMu.
+func (c *Client) describeAndMap(ctx context.Context, l *link, req *maruv1.DescribeRegionsRequest) {
+	cctx, cancel := c.control(ctx, l)
+	resp, err := l.api.DescribeRegions(cctx, req)
+	cancel()
+	if err != nil {
+		c.failed(l, err)
+		c.limited.warn(c.log, "regions of other writers cannot be described; their keys are misses", "error", err)
+		return
+	}
+	var found []*maruv1.SharedRegion
+	for _, r := range resp.GetRegions() {
+		switch {
+		case r.GetProblem().GetCode() != 0:
+			c.unreachable(ctx, l, r.GetPoolNumber(), base.RegionID(r.GetHandle().GetRegionId()),
+				base.Errorf(base.Code(r.GetProblem().GetCode()), r.GetProblem().GetText()))
+		case c.region(base.RegionID(r.GetHandle().GetRegionId())) == nil:
+			found = append(found, r)
+		}
+	}
+	if len(found) == 0 {
+		return
+	}
+	accesses, err := c.manager.hold(ctx, l, handlesOf(found))
+	if err != nil && len(found) > 1 {
+		// All or nothing: one that drains must not hide the others.
+		for _, r := range found {
+			if a, err := c.manager.hold(ctx, l, handlesOf([]*maruv1.SharedRegion{r})); err == nil {
+				c.addForeign(ctx, l, r, a[0])
+			} else {
+				c.unreachable(ctx, l, r.GetPoolNumber(), base.RegionID(r.GetHandle().GetRegionId()), err)
+			}
+		}
+		return
+	}
+	if err != nil {
+		c.unreachable(ctx, l, found[0].GetPoolNumber(), base.RegionID(found[0].GetHandle().GetRegionId()), err)
+		return
+	}
+	for i, r := range found {
+		c.addForeign(ctx, l, r, accesses[i])
+	}
+}
+
+func handlesOf(regions []*maruv1.SharedRegion) []*maruv1.RegionHandle {
+	out := make([]*maruv1.RegionHandle, len(regions))
+	for i, r := range regions {
+		out[i] = r.GetHandle()
+	}
+	return out
+}
+
+func (c *Client) addForeign(ctx context.Context, l *link, r *maruv1.SharedRegion, a *maruv1.RegionAccess) {
+	id := base.RegionID(r.GetHandle().GetRegionId())
+	if code := a.GetProblem().GetCode(); code != 0 {
+		c.unreachable(ctx, l, r.GetPoolNumber(), id, base.Errorf(base.Code(code), a.GetProblem().GetText()))
+		return
+	}
+	m, err := c.mapRegion(a, r.GetPoolNumber(), session.Foreign)
+	if err == nil && m.info.ID != id {
+		_ = m.mapping.Unmap()
+		err = fmt.Errorf("%w: region %d was held, %d was asked for", base.ErrInvalid, m.info.ID, id)
+	}
+	if err == nil {
+		c.mu.Lock()
+		err = c.mu.core.AddRegion(m.info, session.Foreign)
+		c.mu.Unlock()
+		if err == nil {
+			c.setRegion(id, m)
+			return
+		}
+		_ = m.mapping.Unmap()
+	}
+	_ = c.manager.unhold(ctx, []*maruv1.RegionHandle{r.GetHandle()})
+	c.unreachable(ctx, l, r.GetPoolNumber(), id, err)
+}
+
+// unreachable tells the server that a region cannot be read here.
+func (c *Client) unreachable(ctx context.Context, l *link, poolNumber uint32, id base.RegionID, why error) {
+	c.limited.warn(c.log, "a region cannot be used here; its keys are misses for this session", "region", id, "error", why)
+	ctx, cancel := c.control(ctx, l)
+	defer cancel()
+	if _, err := l.api.ReportUnreachable(ctx, &maruv1.ReportUnreachableRequest{
+		PoolNumber: poolNumber, RegionId: uint32(id), Reason: why.Error(),
+	}); err != nil {
+		c.failed(l, err)
+	}
+}
+
+// dropGone unmaps what the core gave up, then gives the holds back.
+func (c *Client) dropGone(ctx context.Context) {
+	c.mu.Lock()
+	c.scratchGone = c.mu.core.TakeGone(c.scratchGone[:0])
+	c.mu.Unlock()
+	for _, id := range c.scratchGone {
+		if h := c.unmap(id); h != nil {
+			c.unholds = append(c.unholds, h)
+		}
+	}
+	if len(c.unholds) == 0 {
+		return
+	}
+	if err := c.manager.unhold(ctx, c.unholds); err != nil && rpc.OutcomeUnknown(err) {
+		return // kept, and repeated with a later sequence
+	} else if err != nil {
+		c.limited.warn(c.log, "giving holds back was refused", "regions", len(c.unholds), "error", err)
+	}
+	c.unholds = nil
+}
+
+// unmap ends one mapping and forgets the region. It returns the hold to give back.
+func (c *Client) unmap(id base.RegionID) *maruv1.RegionHandle {
+	m := c.region(id)
+	if m == nil {
+		c.mu.Lock()
+		c.mu.core.RemoveRegion(id)
+		c.mu.Unlock()
+		return nil
+	}
+	c.setRegion(id, nil)
+	if m.segment >= 0 {
+		// The segment stays: another region of the same client may have it.
+		c.mu.Lock()
+		c.mu.core.RemoveRegion(id)
+		c.mu.segmentRegion[m.segment] = 0
+		c.mu.unprepared = true
+		c.mu.Unlock()
+		return nil
+	}
+	// Under the page lock: a mark in the making is finished before the bytes go.
+	m.marks.Lock()
+	err := m.mapping.Unmap()
+	m.records, m.data = nil, nil
+	m.marks.Unlock()
+	if err != nil {
+		c.log.Error("unmapping a region failed; its hold is kept", "region", id, "error", err)
+		return nil
+	}
+	c.mu.Lock()
+	c.mu.core.RemoveRegion(id)
+	c.mu.Unlock()
+	return m.handle
+}
+
+// growAgain is how long a refused growth answers for the allocations behind it.
+const growAgain = time.Second
+
+// grow asks for one more cxl region when none has a free page. It reports whether a page
+// may be free now.
+func (c *Client) grow(ctx context.Context) bool {
+	if c.cfg.AutoExpand == Off || !c.cfg.wantsCXL() || !c.writes(base.MediumCXL) {
+		return false
+	}
+	m, ok := c.growOne(ctx)
+	if m != nil {
+		c.announce(m)
+	}
+	return ok
+}
+
+func (c *Client) growOne(ctx context.Context) (*mapped, bool) {
+	c.growMu.Lock()
+	defer c.growMu.Unlock()
+	c.mu.Lock()
+	n := c.mu.core.CountMedium(base.MediumCXL)
+	c.mu.Unlock()
+	if n.Free > 0 {
+		return nil, true // another allocation was first
+	}
+	if time.Now().Before(c.growNot) {
+		return nil, false
+	}
+	l := c.current()
+	if l == nil {
+		return nil, false
+	}
+	bytes := c.cfg.ExpandBytes
+	if n.Regions == 0 {
+		bytes = c.cfg.RegionBytes
+	}
+	if limit := c.cfg.CXLBytes; limit != 0 {
+		if n.Bytes >= limit || limit-n.Bytes < c.cfg.pageBytes() {
+			c.growNot = time.Now().Add(growAgain)
+			return nil, false
+		}
+		bytes = min(bytes, limit-n.Bytes)
+	}
+	m, err := c.expandCXL(ctx, l, bytes)
+	if err != nil {
+		c.growNot = time.Now().Add(growAgain)
+		c.limited.warn(c.log, "no further region: stores are skipped while all pages are in use", "bytes", bytes, "error", err)
+		return nil, false
+	}
+	return m, true
+}
+
+func (c *Client) writes(m base.Medium) bool {
+	for _, w := range c.cfg.WriteOrder {
+		if w == m {
+			return true
+		}
+	}
+	return false
+}
+
+// expand makes one Expand call. One whose answer is lost is repeated as the same
+// operation, at once and by the next call of the kind, so that its region is not lost.
+func (c *Client) expand(ctx context.Context, l *link, medium base.Medium, bytes uint64) (*maruv1.ExpandResponse, error) {
+	pending := &c.lostExpand[medium]
+	if *pending == nil || c.lostExpandAt[medium] != l.serverEpoch {
+		c.mu.Lock()
+		if *pending != nil {
+			c.mu.core.End(base.Sequence((*pending).Operation)) // that server is gone
+		}
+		seq, err := c.mu.core.Begin()
+		c.mu.Unlock()
+		if err != nil {
+			*pending = nil
+			return nil, err
+		}
+		*pending = &maruv1.ExpandRequest{
+			Operation: uint64(seq), Medium: maruv1.Medium(medium), Bytes: bytes, PageSize: c.cfg.pageBytes(), PieceSize: c.cfg.PieceBytes,
+		}
+		c.lostExpandAt[medium] = l.serverEpoch
+	}
+	req := *pending
+	var resp *maruv1.ExpandResponse
+	var err error
+	for range 2 {
+		cctx, cancel := c.control(ctx, l)
+		resp, err = l.api.Expand(cctx, req)
+		cancel()
+		if !rpc.OutcomeUnknown(err) {
+			break
+		}
+	}
+	if err != nil {
+		c.failed(l, err)
+		if rpc.OutcomeUnknown(err) {
+			return nil, err
+		}
+	}
+	*pending = nil
+	c.mu.Lock()
+	c.mu.core.End(base.Sequence(req.Operation))
+	c.mu.Unlock()
+	return resp, err
+}
+
+// expandCXL gets, holds, maps and offers one more own region. Called under growMu.
+func (c *Client) expandCXL(ctx context.Context, l *link, bytes uint64) (*mapped, error) {
+	resp, err := c.expand(ctx, l, base.MediumCXL, bytes)
+	if err != nil {
+		return nil, err
+	}
+	m, err := c.mapOwn(ctx, l, resp)
+	if err != nil {
+		c.unreachable(ctx, l, resp.GetPoolNumber(), base.RegionID(resp.GetHandle().GetRegionId()), err)
+		c.giveBack(ctx, l, resp)
+		return nil, err
+	}
+	if c.cfg.Prefault != Off {
+		c.prefault(m)
+	}
+	return m, nil
+}
+
+func (c *Client) mapOwn(ctx context.Context, l *link, resp *maruv1.ExpandResponse) (*mapped, error) {
+	accesses, err := c.manager.hold(ctx, l, []*maruv1.RegionHandle{resp.GetHandle()})
+	if err != nil {
+		return nil, err
+	}
+	a := accesses[0]
+	if code := a.GetProblem().GetCode(); code != 0 {
+		err = base.Errorf(base.Code(code), a.GetProblem().GetText())
+	}
+	var m *mapped
+	if err == nil {
+		m, err = c.mapRegion(a, resp.GetPoolNumber(), session.Own)
+	}
+	if err == nil {
+		if want := c.cfg.pageBytes(); m.info.PageBytes < want {
+			err = fmt.Errorf("%w: the region has pages of %d bytes, %d are needed", base.ErrInvalid, m.info.PageBytes, want)
+		} else {
+			c.mu.Lock()
+			err = c.mu.core.AddRegion(m.info, session.Own)
+			c.mu.Unlock()
+		}
+		if err != nil {
+			_ = m.mapping.Unmap()
+		}
+	}
+	if err != nil {
+		_ = c.manager.unhold(ctx, []*maruv1.RegionHandle{resp.GetHandle()})
+		return nil, err
+	}
+	c.setRegion(m.info.ID, m)
+	return m, nil
+}
+
+// giveBack returns a region that could not be used.
+func (c *Client) giveBack(ctx context.Context, l *link, resp *maruv1.ExpandResponse) {
+	c.mu.Lock()
+	seq, err := c.mu.core.Begin()
+	c.mu.Unlock()
+	if err != nil {
+		return
+	}
+	ctx, cancel := c.control(ctx, l)
+	defer cancel()
+	_, err = l.api.Return(ctx, &maruv1.ReturnRequest{
+		Operation: uint64(seq), PoolNumber: resp.GetPoolNumber(), RegionId: resp.GetHandle().GetRegionId(),
+	})
+	c.mu.Lock()
+	c.mu.core.End(seq)
+	c.mu.Unlock()
+	if err != nil {
+		c.limited.warn(c.log, "returning a region failed; the server frees it when the session ends", "error", err)
+	}
+}
+
+func (c *Client) announce(m *mapped) {
+	if c.cfg.OnRegion != nil {
+		c.cfg.OnRegion(m.info.ID, m.info.PageCount)
+	}
+}
+
+// prefault touches a region's pages while it serves.
+func (c *Client) prefault(m *mapped) {
+	c.wg.Go(func() {
+		err := m.mapping.Populate(c.ctx, 1)
+		if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, base.ErrClosed) {
+			c.limited.warn(c.log, "touching memory ahead failed; its pages are touched when they are used", "region", m.info.ID, "error", err)
+		}
+	})
+}

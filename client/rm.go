@@ -1,0 +1,236 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/media/dax"
+	"github.com/xcena-dev/maru/internal/media/mapping"
+	"github.com/xcena-dev/maru/internal/poolfmt"
+	"github.com/xcena-dev/maru/internal/rpc"
+)
+
+// manager is the client's side of the resource manager: holds, domain proofs, and the
+// watch of regions that drain. Over its Unix socket the RM watches this process, which
+// is what proves its end.
+// Concurrency: safe. Locks: manager.mu is held over the making of a connection only.
+type manager struct {
+	client *Client
+	mu     struct {
+		sync.Mutex
+		conn     *grpc.ClientConn
+		api      maruv1.ResourceManagerClient
+		address  string
+		sequence uint64
+		token    []byte
+		watching bool
+	}
+}
+
+// use returns the connection, made when it is first needed.
+func (m *manager) use(ctx context.Context, l *link) (maruv1.ResourceManagerClient, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.mu.api != nil {
+		return m.mu.api, nil
+	}
+	var problems []error
+	var candidates []string
+	if l.sameBoot && l.resp.GetRmUnixPath() != "" {
+		candidates = append(candidates, "unix:"+l.resp.GetRmUnixPath())
+	}
+	for _, a := range l.resp.GetRmAddresses() {
+		candidates = append(candidates, m.client.reachable(a))
+	}
+	for _, a := range candidates {
+		api, conn, err := m.connect(ctx, a)
+		if err == nil {
+			m.mu.api, m.mu.conn, m.mu.address = api, conn, a
+			return api, nil
+		}
+		problems = append(problems, fmt.Errorf("resource manager at %s: %w", a, err))
+	}
+	if len(problems) == 0 {
+		return nil, fmt.Errorf("%w: the server names no resource manager (%s)", base.ErrUnavailable, l.resp.GetReason())
+	}
+	return nil, errors.Join(problems...)
+}
+
+func (m *manager) connect(ctx context.Context, address string) (maruv1.ResourceManagerClient, *grpc.ClientConn, error) {
+	ctx, cancel := context.WithTimeout(ctx, m.client.cfg.ConnectTimeout)
+	defer cancel()
+	probe, err := rpc.Dial(ctx, address)
+	if err != nil {
+		return nil, nil, err
+	}
+	d, err := maruv1.NewResourceManagerClient(probe).Describe(ctx, &maruv1.DescribeRequest{
+		Version: &maruv1.ProtocolVersion{Min: minVersion, Max: maxVersion},
+	})
+	_ = probe.Close()
+	if err != nil {
+		return nil, nil, err
+	}
+	a, _ := rpc.ParseAddress(address)
+	if a.Network == "tcp" && d.GetUnixPath() != "" && string(d.GetBootId()) == string(m.client.node.Boot[:]) {
+		unix := "unix:" + d.GetUnixPath()
+		if probe, err := rpc.Dial(ctx, unix); err == nil {
+			_ = probe.Close()
+			address = unix
+		}
+	}
+	conn, err := rpc.NewClient(address, rpc.Retry{ConnectTimeout: m.client.cfg.ConnectTimeout})
+	if err != nil {
+		return nil, nil, err
+	}
+	return maruv1.NewResourceManagerClient(conn), conn, nil
+}
+
+func (m *manager) close() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.mu.conn != nil {
+		_ = m.mu.conn.Close()
+		m.mu.conn, m.mu.api = nil, nil
+	}
+}
+
+func (m *manager) next() uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.mu.sequence++
+	return m.mu.sequence
+}
+
+// hold takes holds on regions, all or none.
+func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHandle) ([]*maruv1.RegionAccess, error) {
+	api, err := m.use(ctx, l)
+	if err != nil {
+		return nil, err
+	}
+	c := m.client
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
+	defer cancel()
+	resp, err := api.Hold(ctx, &maruv1.HoldRequest{
+		SessionId: c.id[:], ServerId: l.resp.GetServerId(), OwnerIncarnation: l.resp.GetOwnerIncarnation(),
+		Views: c.cfg.Views == On, Sequence: m.next(), Handles: handles, NodeId: c.node.Node[:], BootId: c.node.Boot[:],
+	})
+	if err != nil {
+		return nil, fmt.Errorf("holding %d regions: %w", len(handles), err)
+	}
+	if len(resp.GetRegions()) != len(handles) {
+		return nil, fmt.Errorf("%w: %d regions were held, %d were asked for", base.ErrInvalid, len(resp.GetRegions()), len(handles))
+	}
+	m.mu.Lock()
+	if len(resp.GetHoldToken()) > 0 {
+		m.mu.token = resp.GetHoldToken()
+	}
+	watch := !m.mu.watching
+	m.mu.watching = true
+	m.mu.Unlock()
+	if !resp.GetProvable() {
+		c.notProvable.Do(func() {
+			c.log.Warn("the resource manager cannot prove the end of this process: what it holds comes back only by a clean close, an operator or a reboot",
+				"reason", resp.GetReason())
+		})
+	}
+	if watch {
+		c.wg.Go(func() { m.watch(api) })
+	}
+	return resp.GetRegions(), nil
+}
+
+// unhold gives holds back after the mappings are gone.
+func (m *manager) unhold(ctx context.Context, handles []*maruv1.RegionHandle) error {
+	m.mu.Lock()
+	api, token := m.mu.api, m.mu.token
+	m.mu.Unlock()
+	if api == nil || len(handles) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, m.client.cfg.RPCTimeout)
+	defer cancel()
+	_, err := api.Unhold(ctx, &maruv1.UnholdRequest{
+		SessionId: m.client.id[:], Sequence: m.next(), Handles: handles, HoldToken: token,
+	})
+	return err
+}
+
+// watch takes the regions that drain at the RM, for as long as the client lives.
+func (m *manager) watch(api maruv1.ResourceManagerClient) {
+	c := m.client
+	backoff := firstBackoff
+	for c.ctx.Err() == nil {
+		stream, err := api.WatchSession(c.ctx, &maruv1.WatchSessionRequest{SessionId: c.id[:]})
+		for err == nil {
+			var e *maruv1.SessionRegionEvent
+			if e, err = stream.Recv(); err == nil && e.GetDraining() {
+				c.mu.Lock()
+				c.mu.core.Drain(base.RegionID(e.GetRegionId()))
+				c.mu.Unlock()
+				c.kick()
+				backoff = firstBackoff
+			}
+		}
+		select {
+		case <-c.ctx.Done():
+		case <-time.After(backoff):
+		}
+		backoff = min(2*backoff, time.Second)
+	}
+}
+
+// prove shows the RM that this process reaches a pool's memory: it reads the nonce that
+// the RM wrote there (equal UUIDs or host names prove nothing).
+func (m *manager) prove(ctx context.Context, l *link, id base.PoolID) error {
+	api, err := m.use(ctx, l)
+	if err != nil {
+		return err
+	}
+	c := m.client
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
+	defer cancel()
+	start, err := api.StartDomainProof(ctx, &maruv1.StartDomainProofRequest{SessionId: c.id[:], PoolId: id[:]})
+	if err != nil {
+		return err
+	}
+	at := poolfmt.NonceOffset(start.GetSlot())
+	if start.GetSlot() >= poolfmt.NonceSlotCount || start.GetMapBytes() < at+poolfmt.NonceSlotBytes {
+		return fmt.Errorf("%w: nonce slot %d in %d mapped bytes", base.ErrInvalid, start.GetSlot(), start.GetMapBytes())
+	}
+	x, err := dax.Open(start.GetPath(), dax.Kind(start.GetDeviceKind()), dax.OpenOptions{ReadOnly: true}) //nolint:gosec // an enum
+	if err != nil {
+		return err
+	}
+	mem, err := x.Map(0, start.GetMapBytes(), mapping.ReadOnly)
+	_ = x.Close()
+	if err != nil {
+		return err
+	}
+	defer mem.Close()
+	slot := make([]byte, poolfmt.NonceSlotBytes)
+	if start.GetCoherence() == maruv1.Coherence_COHERENCE_SOFTWARE {
+		err = mem.Guard(func() { invalidate(mem.Bytes()[at : at+poolfmt.NonceSlotBytes]) })
+	}
+	if err == nil {
+		err = mem.Guard(func() { copy(slot, mem.Bytes()[at:]) })
+	}
+	if err != nil {
+		return err
+	}
+	// A copy of the pool, or another one at that path, shows no nonce of this pool.
+	nonce, err := poolfmt.DecodeNonce(slot, id)
+	if err != nil {
+		return err
+	}
+	_, err = api.FinishDomainProof(ctx, &maruv1.FinishDomainProofRequest{
+		SessionId: c.id[:], PoolId: id[:], Slot: start.GetSlot(), Nonce: nonce.Value[:],
+	})
+	return err
+}
