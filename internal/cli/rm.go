@@ -1,0 +1,198 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/rm"
+	"github.com/xcena-dev/maru/internal/rpc"
+	"github.com/xcena-dev/maru/internal/settings"
+)
+
+const callTimeout = 10 * time.Second
+
+// manager is a connection of `maru rm`.
+type manager struct {
+	maruv1.ResourceManagerClient
+	cmd  *cobra.Command
+	json bool
+}
+
+func (t *tool) rmCommand() *cobra.Command {
+	var (
+		address string
+		asJSON  bool
+		confirm bool
+	)
+	cmd := &cobra.Command{Use: "rm", Short: "Look at a resource manager, and act as its operator"}
+	cmd.PersistentFlags().StringVar(&address, "address", fmt.Sprintf("%s:%d", rm.DefaultHost, rm.DefaultPort),
+		"HOST:PORT or unix:/path of the resource manager; drop commands need its Unix socket")
+	cmd.PersistentFlags().BoolVar(&asJSON, "json", false, "print one JSON object")
+	sub := func(use, short string, args cobra.PositionalArgs, run func(context.Context, *manager, []string) error) *cobra.Command {
+		return &cobra.Command{
+			Use: use, Short: short, Args: args,
+			RunE: func(cmd *cobra.Command, args []string) error {
+				ctx, cancel := context.WithTimeout(cmd.Context(), callTimeout)
+				defer cancel()
+				conn, err := rpc.Dial(ctx, address)
+				if err != nil {
+					return fmt.Errorf("resource manager: %w", err)
+				}
+				defer func() { _ = conn.Close() }()
+				return run(ctx, &manager{maruv1.NewResourceManagerClient(conn), cmd, asJSON}, args)
+			},
+		}
+	}
+	dropHolds := sub("drop-holds NODE", "The operator's word that a node's mappers are gone", cobra.ExactArgs(1),
+		func(ctx context.Context, m *manager, args []string) error { return m.dropHolds(ctx, args[0], confirm) })
+	dropOwner := sub("drop-owner ID", "End an owner: its regions are freed, or drain", cobra.ExactArgs(1),
+		func(ctx context.Context, m *manager, args []string) error { return m.dropOwner(ctx, args[0], confirm) })
+	for _, c := range []*cobra.Command{dropHolds, dropOwner} {
+		c.Flags().BoolVar(&confirm, "confirm", false, "it is true: nothing of it maps or writes the pool any more")
+	}
+	cmd.AddCommand(
+		sub("pools", "List the pools", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.pools(ctx) }),
+		sub("regions", "List the regions", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.regions(ctx) }),
+		sub("holds", "Who holds what since when, and who must act", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.holds(ctx) }),
+		sub("owners", "List the owners", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.owners(ctx) }),
+		dropHolds, dropOwner)
+	return cmd
+}
+
+// table prints rows, or the message as JSON.
+func (m *manager) table(msg any, head string, rows func(w *tabwriter.Writer)) error {
+	if m.json {
+		return printJSON(m.cmd.OutOrStdout(), msg)
+	}
+	w := tabwriter.NewWriter(m.cmd.OutOrStdout(), 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(w, head)
+	rows(w)
+	return w.Flush()
+}
+
+func idText(b []byte) string {
+	id, err := base.IDFromBytes("id", b)
+	if err != nil {
+		return fmt.Sprintf("%x", b)
+	}
+	return base.SessionID(id).String()
+}
+
+func since(ms int64) string { return time.UnixMilli(ms).UTC().Format(time.RFC3339) }
+
+func (m *manager) pools(ctx context.Context) error {
+	r, err := m.ListPools(ctx, &maruv1.ListPoolsRequest{})
+	if err != nil {
+		return err
+	}
+	return m.table(r, "POOL\tNAME\tKIND\tSTATE\tCAPACITY\tALLOCATED\tDRAINING\tLARGEST FREE\tREGIONS\tREASON", func(w *tabwriter.Writer) {
+		for _, p := range r.GetPools() {
+			_, _ = fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", idText(p.GetPoolId()), p.GetName(), short(p.GetDeviceKind(), "DEVICE_KIND_"),
+				short(p.GetState(), "POOL_STATE_"), settings.FormatSize(p.GetCapacityBytes()), settings.FormatSize(p.GetAllocatedBytes()),
+				settings.FormatSize(p.GetDrainingBytes()), settings.FormatSize(p.GetLargestFreeBytes()), p.GetRegionCount(), p.GetReason())
+		}
+	})
+}
+
+func (m *manager) regions(ctx context.Context) error {
+	all := &maruv1.ListRegionsResponse{}
+	pools, err := m.ListPools(ctx, &maruv1.ListPoolsRequest{})
+	if err != nil {
+		return err
+	}
+	for _, p := range pools.GetPools() {
+		var after uint32
+		for {
+			r, err := m.ListRegions(ctx, &maruv1.ListRegionsRequest{PoolId: p.GetPoolId(), AfterRegionId: after, Limit: 1000})
+			if err != nil {
+				return err
+			}
+			all.Regions = append(all.Regions, r.GetRegions()...)
+			if !r.GetMore() || len(r.GetRegions()) == 0 {
+				break
+			}
+			after = r.GetRegions()[len(r.GetRegions())-1].GetRegionId()
+		}
+	}
+	return m.table(all, "POOL\tREGION\tSTATE\tBYTES\tPAGE\tOWNER\tWRITER\tHOLDERS\tSINCE", func(w *tabwriter.Writer) {
+		for _, r := range all.GetRegions() {
+			_, _ = fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", idText(r.GetPoolId()), r.GetRegionId(), short(r.GetState(), "REGION_STATE_"),
+				settings.FormatSize(r.GetPlace().GetExtentLength()), settings.FormatSize(r.GetPlace().GetPageSize()), idText(r.GetOwnerId()),
+				idText(r.GetWriterSession()), len(r.GetHolders()), since(r.GetAllocatedUnixMs()))
+		}
+	})
+}
+
+func (m *manager) holds(ctx context.Context) error {
+	all := &maruv1.ListHoldsResponse{}
+	req := &maruv1.ListHoldsRequest{Limit: 1000}
+	for {
+		r, err := m.ListHolds(ctx, req)
+		if err != nil {
+			return err
+		}
+		all.Holds = append(all.Holds, r.GetHolds()...)
+		if !r.GetMore() || len(r.GetHolds()) == 0 {
+			break
+		}
+		last := r.GetHolds()[len(r.GetHolds())-1]
+		req.AfterSessionId, req.AfterRegionId = last.GetSessionId(), last.GetRegionId()
+	}
+	return m.table(all, "REGION\tPOOL\tSESSION\tPID\tNODE\tVIEWS\tPROVABLE\tDRAINING\tSINCE\tWHO MUST ACT", func(w *tabwriter.Writer) {
+		for _, h := range all.GetHolds() {
+			_, _ = fmt.Fprintf(w, "%d\t%s\t%s\t%d\t%s\t%t\t%t\t%t\t%s\t%s\n", h.GetRegionId(), idText(h.GetPoolId()), idText(h.GetSessionId()), h.GetProcess().GetPid(),
+				idText(h.GetNodeId()), h.GetViews(), h.GetProvable(), h.GetDraining(), since(h.GetSinceUnixMs()), h.GetCure())
+		}
+	})
+}
+
+func (m *manager) owners(ctx context.Context) error {
+	r, err := m.ListOwners(ctx, &maruv1.ListOwnersRequest{})
+	if err != nil {
+		return err
+	}
+	return m.table(r, "OWNER\tNAME\tINCARNATION\tNODE\tREGIONS\tBYTES\tSTARTED", func(w *tabwriter.Writer) {
+		for _, o := range r.GetOwners() {
+			_, _ = fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%d\t%s\t%s\n", idText(o.GetOwnerId()), o.GetName(), o.GetIncarnation(), idText(o.GetNodeId()),
+				o.GetRegionCount(), settings.FormatSize(o.GetAllocatedBytes()), since(o.GetStartedUnixMs()))
+		}
+	})
+}
+
+func (m *manager) dropHolds(ctx context.Context, node string, confirm bool) error {
+	id, err := base.ParseID(node)
+	if err != nil {
+		return fmt.Errorf("NODE: %w", err)
+	}
+	if !confirm {
+		return fmt.Errorf("%w: drop-holds needs --confirm: a mapper of node %s that still runs would go on reading and writing memory that others get", base.ErrDenied, node)
+	}
+	r, err := m.DropHolds(ctx, &maruv1.DropHoldsRequest{NodeId: id[:], Confirm: true})
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(m.cmd.OutOrStdout(), "%d holds dropped\n", r.GetDropped())
+	return err
+}
+
+func (m *manager) dropOwner(ctx context.Context, owner string, confirm bool) error {
+	id, err := base.ParseID(owner)
+	if err != nil {
+		return fmt.Errorf("ID: %w", err)
+	}
+	if !confirm {
+		return fmt.Errorf("%w: drop-owner needs --confirm: everything that server %s keeps in the pools is lost", base.ErrDenied, owner)
+	}
+	r, err := m.DropOwner(ctx, &maruv1.DropOwnerRequest{OwnerId: id[:], Confirm: true})
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(m.cmd.OutOrStdout(), "%d regions freed, %d drain until their mappers are gone (maru rm holds)\n", r.GetFreed(), r.GetDraining())
+	return err
+}
