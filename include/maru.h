@@ -255,6 +255,9 @@ int32_t maru_region_view(maru_handle client, uint32_t region, uint64_t offset,
                          uint64_t bytes, uint8_t **data, int32_t *writable);
 int32_t maru_release_region_view(maru_handle client, uint32_t region);
 int32_t maru_region_page_count(maru_handle client, uint32_t region, uint64_t *count);
+int32_t maru_region_page_bytes(maru_handle client, uint32_t region, uint64_t *bytes);
+/* Free pages of an own region now. */
+int32_t maru_region_free_count(maru_handle client, uint32_t region, uint64_t *count);
 /* Regions whose pages this client allocates, oldest first; count is always set. */
 int32_t maru_owned_regions(maru_handle client, uint32_t cap, uint32_t *regions,
                            uint32_t *count);

@@ -50,6 +50,30 @@ func maruGoRegionPageCount(client C.maru_handle, region C.uint32_t, count *C.uin
 	return status(err)
 }
 
+//export maruGoRegionPageBytes
+func maruGoRegionPageBytes(client C.maru_handle, region C.uint32_t, size *C.uint64_t) (rc C.int32_t) {
+	defer contain(&rc)
+	var a args
+	if a.need("bytes", size == nil); a.err != nil {
+		return status(a.err)
+	}
+	n, err := library.RegionPageBytes(uint64(client), uint32(region))
+	*size = C.uint64_t(n)
+	return status(err)
+}
+
+//export maruGoRegionFreeCount
+func maruGoRegionFreeCount(client C.maru_handle, region C.uint32_t, count *C.uint64_t) (rc C.int32_t) {
+	defer contain(&rc)
+	var a args
+	if a.need("count", count == nil); a.err != nil {
+		return status(a.err)
+	}
+	n, err := library.RegionFreeCount(uint64(client), uint32(region))
+	*count = C.uint64_t(n)
+	return status(err)
+}
+
 //export maruGoOwnedRegions
 func maruGoOwnedRegions(client C.maru_handle, limit C.uint32_t, regions, count *C.uint32_t) (rc C.int32_t) {
 	defer contain(&rc)

@@ -199,6 +199,16 @@ int32_t maru_region_page_count(maru_handle client, uint32_t region, uint64_t *co
   return maruGoRegionPageCount(client, region, count);
 }
 
+int32_t maru_region_page_bytes(maru_handle client, uint32_t region, uint64_t *bytes) {
+  ENTER;
+  return maruGoRegionPageBytes(client, region, bytes);
+}
+
+int32_t maru_region_free_count(maru_handle client, uint32_t region, uint64_t *count) {
+  ENTER;
+  return maruGoRegionFreeCount(client, region, count);
+}
+
 int32_t maru_owned_regions(maru_handle client, uint32_t cap, uint32_t *regions, uint32_t *count) {
   ENTER;
   return maruGoOwnedRegions(client, cap, regions, count);

@@ -31,6 +31,8 @@ type Client interface {
 	RegionView(region base.RegionID, offset, size uint64) ([]byte, bool, error)
 	ReleaseRegionView(region base.RegionID) error
 	RegionPageCount(region base.RegionID) (uint64, error)
+	RegionPageBytes(region base.RegionID) (uint64, error)
+	RegionFreeCount(region base.RegionID) (uint64, error)
 	OwnedRegions() []base.RegionID
 
 	Retrieve(ctx context.Context, keys hot.Keys, mode hot.Mode, out []client.View) error

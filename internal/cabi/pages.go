@@ -180,6 +180,24 @@ func (l *Library) RegionPageCount(h uint64, region uint32) (count uint64, err er
 	return count, err
 }
 
+// RegionPageBytes returns the page size of a region that is owned or mapped.
+func (l *Library) RegionPageBytes(h uint64, region uint32) (size uint64, err error) {
+	err = l.call(h, "region page bytes", func(e *entry) error {
+		size, err = e.client.RegionPageBytes(base.RegionID(region))
+		return err
+	})
+	return size, err
+}
+
+// RegionFreeCount returns the free pages of an own region.
+func (l *Library) RegionFreeCount(h uint64, region uint32) (count uint64, err error) {
+	err = l.call(h, "region free count", func(e *entry) error {
+		count, err = e.client.RegionFreeCount(base.RegionID(region))
+		return err
+	})
+	return count, err
+}
+
 // OwnedRegions copies the regions whose pages this client allocates into out.
 func (l *Library) OwnedRegions(h uint64, out []uint32) (count int, err error) {
 	err = l.call(h, "owned regions", func(e *entry) error {

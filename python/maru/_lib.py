@@ -154,6 +154,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "maru_region_view": (c_int32, (c_uint64, c_uint32, c_uint64, c_uint64, POINTER(c_void_p), _I32P)),
     "maru_release_region_view": (c_int32, (c_uint64, c_uint32)),
     "maru_region_page_count": (c_int32, (c_uint64, c_uint32, _U64P)),
+    "maru_region_page_bytes": (c_int32, (c_uint64, c_uint32, _U64P)),
+    "maru_region_free_count": (c_int32, (c_uint64, c_uint32, _U64P)),
     "maru_owned_regions": (c_int32, (c_uint64, c_uint32, c_void_p, _U32P)),
     "maru_next_region": (c_int32, (c_uint64, _U64P, _U32P, _U64P)),
     "maru_register_layout": (

@@ -412,6 +412,34 @@ func (c *Client) RegionPageCount(id base.RegionID) (uint64, error) {
 	return uint64(len(r.pages)), nil
 }
 
+// RegionPageBytes returns a region's page size.
+func (c *Client) RegionPageBytes(id base.RegionID) (uint64, error) {
+	c.store.mu.Lock()
+	defer c.store.mu.Unlock()
+	r := c.store.mu.regions[id]
+	if r == nil {
+		return 0, fmt.Errorf("%w: region %d", base.ErrNotFound, id)
+	}
+	return r.page, nil
+}
+
+// RegionFreeCount counts the free pages of an own region.
+func (c *Client) RegionFreeCount(id base.RegionID) (uint64, error) {
+	c.store.mu.Lock()
+	defer c.store.mu.Unlock()
+	r := c.store.mu.regions[id]
+	if r == nil || r.owner != c {
+		return 0, fmt.Errorf("%w: region %d is not ours", base.ErrNotFound, id)
+	}
+	n := uint64(0)
+	for _, p := range r.pages {
+		if p == pageFree {
+			n++
+		}
+	}
+	return n, nil
+}
+
 // OwnedRegions lists own regions.
 func (c *Client) OwnedRegions() []base.RegionID {
 	c.store.mu.Lock()

@@ -1,0 +1,663 @@
+"""MaruHandler: values under keys of the caller's choice, in shared memory.
+
+A value is written in place (:meth:`MaruHandler.alloc`, fill, :meth:`MaruHandler.store`)
+and read in place (:meth:`MaruHandler.retrieve`) by any process of the same pool.
+What is stored never changes. A fault of the store (the server is away, a lost copy)
+is a miss, a False and one log line; a wrong argument is an exception.
+
+Concurrency: every method may be called by any thread at any time; none holds the
+GIL while it waits. ``_state`` guards connect and close; ``_write_lock`` is held
+while the callback of ``set_on_region_added`` runs and is taken by nothing that such
+a callback needs. Fork: a handler cannot be used in a child process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import c_int32, c_uint32, c_uint64, c_void_p
+from types import TracebackType
+from typing import Any
+
+from . import _lib
+from .api import Client, ClientConfig, Mode, Runs, Verdict
+from .config import MaruConfig
+from .errors import ClosedError, Code, ForkedError, MaruError
+from .keys import KEY_BYTES, KeyLike, opaque_key, opaque_text
+from .memory import AllocHandle, DaxMapper, MaruHandle, MemoryInfo, OwnedRegionManager, PagedMemoryAllocator
+
+__all__ = ["MaruHandler"]
+
+logger = logging.getLogger("maru")
+
+RegionCallback = Callable[[int, int], None]
+
+# A fault that lasts is said once in this time for each operation.
+_LOG_INTERVAL_S = 10.0
+
+_NOT_CONNECTED = "Not connected. Call connect() first."
+
+
+class _RegionLease:
+    """Owner behind the memoryviews of a region: the mapping stays, also beyond
+    close(), until nothing made of them is left."""
+
+    _client: Client
+    _region: int
+
+    def __del__(self) -> None:
+        try:
+            self._client._lib.maru_release_region_view(self._client.handle, self._region)
+        except (AttributeError, TypeError):
+            # The interpreter is ending, and the process with it.
+            return
+
+
+class MaruHandler:
+    """One instance of the store in this process. See the module's text."""
+
+    def __init__(self, config: MaruConfig | None = None) -> None:
+        self._config = config if config is not None else MaruConfig()
+        self._client: Client | None = None
+        self._closing = False
+        self._state = threading.Lock()
+        self._write_lock = threading.RLock()
+        self._on_region_added: RegionCallback | None = None
+        # Own regions: (address, whole region as a writable memoryview).
+        self._regions: dict[int, tuple[int, memoryview]] = {}
+        self._cursor = c_uint64()
+        self._page_counts: dict[int, int] = {}
+        self._said: dict[str, float] = {}
+
+    # --- life ---
+
+    def connect(self) -> bool:
+        """Opens a session and gets the first region. Idempotent; False, with the cause
+        in the log, when the server or the allocation fails.
+
+        Raises:
+            OSError: the library is not there.
+            ForkedError: a parent process loaded it.
+        """
+        with self._state:
+            if self._client is not None:
+                return True
+            c = self._config
+            try:
+                client = Client(
+                    ClientConfig(
+                        server_address=c.server_url,
+                        instance_id=c.instance_id,
+                        opaque=True,
+                        page_bytes=c.chunk_size_bytes,
+                        region_bytes=c.pool_size,
+                        expand_bytes=c.expand_size,
+                        auto_expand=c.auto_expand,
+                        eager_map=c.eager_map,
+                        views=True,
+                        rpc_timeout_ms=c.timeout_ms,
+                        connect_timeout_ms=c.timeout_ms,
+                    )
+                )
+            except ForkedError:
+                raise
+            except MaruError as e:
+                logger.error("maru: connect to %s failed: %s", c.server_url, e)
+                return False
+            self._cursor = c_uint64()
+            self._page_counts = {}
+            self._client = client
+            self._closing = False
+            self._sync_regions()
+            if not self._page_counts:
+                logger.error("maru: connect to %s: no region of %d bytes was granted", c.server_url, c.pool_size)
+                self._close_locked()
+                return False
+            return True
+
+    def close(self) -> None:
+        """Gives the regions back and ends the session; idempotent. Stored values stay
+        readable by others until their keys are gone; memory that is still in use here
+        (a view, a tensor) stays mapped to the end of the process."""
+        with self._state:
+            self._close_locked()
+
+    def _close_locked(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        self._closing = True
+        try:
+            # Their owners' last references: what is exported keeps its own.
+            self._regions.clear()
+            client.close()
+        finally:
+            self._client = None
+            self._closing = False
+
+    def __enter__(self) -> MaruHandler:
+        if self._config.auto_connect and not self.connect():
+            raise RuntimeError(f"maru: cannot connect to {self._config.server_url}; the log has the cause")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Client:
+        client = self._client
+        if _lib.forked() and client is not None:
+            raise ForkedError(
+                Code.FORKED,
+                "maru: this handler was connected before the process was forked and cannot be used in the child; "
+                "start workers by spawn or forkserver, or connect after the fork",
+            )
+        if self._closing:
+            raise RuntimeError("Handler is closing")
+        if client is None:
+            raise RuntimeError(_NOT_CONNECTED)
+        return client
+
+    # --- writing ---
+
+    def alloc(self, size: int) -> AllocHandle:
+        """Returns one page whose ``buf`` is ``size`` bytes long. It stays the caller's
+        until store, free or close.
+
+        Raises:
+            RuntimeError: not connected.
+            ValueError: ``size`` is over the chunk size, or no page is free.
+        """
+        client = self._open()
+        chunk = self._config.chunk_size_bytes
+        if size > chunk:
+            raise ValueError(f"Requested size {size} exceeds chunk_size {chunk}")
+        if size < 0:
+            raise ValueError(f"Requested size {size} is negative")
+        page, count = _lib.Page(), c_uint32()
+        status = client._lib.maru_alloc(client.handle, 1, ctypes.byref(page), count, 0)
+        if status:
+            text = _lib.last_error(client._lib)
+            if status == Code.CLOSED:
+                raise RuntimeError("Handler is closing")
+            raise ValueError(f"Cannot allocate page: pool exhausted ({text})")
+        region: int = page.region
+        known = self._regions.get(region)
+        if known is None:
+            self._sync_regions()
+            known = self._own_view(client, region)
+        address, whole = known
+        start = page.data - address
+        return AllocHandle(whole[start : start + size], region, page.index, size)
+
+    def free(self, handle: AllocHandle) -> None:
+        """Gives an unstored page back.
+
+        Raises:
+            ValueError: a double free, a bad index, or a stored page (delete its key).
+            KeyError: the region is not ours.
+        """
+        client = self._open()
+        code = c_int32()
+        region, index = c_uint32(handle.region_id), c_uint32(handle.page_index)
+        client._check(
+            client._lib.maru_free(client.handle, 1, ctypes.byref(region), ctypes.byref(index), ctypes.byref(code))
+        )
+        if code.value:
+            self._bad_page(code.value, handle)
+
+    def _bad_page(self, code: int, handle: AllocHandle) -> None:
+        if code == Code.NOT_FOUND:
+            raise KeyError(f"region {handle.region_id} is not one of this handler's")
+        if code == Code.INVALID:
+            raise ValueError(
+                f"page {handle.page_index} of region {handle.region_id} with {handle.size} bytes is not being written: "
+                "freed before, stored (delete its key), out of range, or larger than a chunk"
+            )
+        raise RuntimeError(f"page {handle.page_index} of region {handle.region_id}: {_name(code)}")
+
+    def store(self, key: KeyLike, handle: AllocHandle | Any = None, *, data: Any = None) -> bool:
+        """Publishes a value. ``handle`` is a page from :meth:`alloc`, or any contiguous
+        buffer, as ``data`` is: then the value is copied.
+
+        True also when the key was there: the first value stays, and the page is free
+        again. False when the store could not be made; the page is free, or in
+        quarantine while the outcome is unknown.
+
+        Raises:
+            ValueError, TypeError: a bad key or buffer; a page that is not being written.
+            KeyError: a page of a region that is not ours.
+        """
+        client = self._open()
+        packed = opaque_key(key)
+        if data is not None or not _is_handle(handle):
+            if (data is None) == (handle is None):
+                raise TypeError("store takes a handle or data, and exactly one of them")
+            return self._store_copies(client, packed, [data if data is not None else handle])[0]
+        code = self._commit(client, packed, [handle])[0]
+        if code in (Code.INVALID, Code.NOT_FOUND):
+            self._bad_page(code, handle)
+        return self._stored(code)
+
+    def batch_store(self, keys: Sequence[KeyLike], handles: Sequence[AllocHandle | Any]) -> list[bool]:
+        """Publishes values in one call; a handle is a page or a buffer to copy, as in
+        :meth:`store`. Keys that were there, also twice in one batch, count as True.
+
+        Raises:
+            ValueError: different lengths, a bad key.
+        """
+        client = self._open()
+        if len(keys) != len(handles):
+            raise ValueError(f"keys and handles must have the same length, got {len(keys)} and {len(handles)}")
+        packed = _pack(keys)
+        pages = [i for i, h in enumerate(handles) if _is_handle(h)]
+        if len(pages) == len(handles):
+            return [self._stored(c) for c in self._commit(client, packed, handles)]
+        out = [False] * len(handles)
+        if pages:
+            codes = self._commit(client, _select(packed, pages), [handles[i] for i in pages])
+            for i, c in zip(pages, codes):
+                out[i] = self._stored(c)
+        copies = [i for i, h in enumerate(handles) if not _is_handle(h)]
+        for i, ok in zip(copies, self._store_copies(client, _select(packed, copies), [handles[i] for i in copies])):
+            out[i] = ok
+        return out
+
+    def _commit(self, client: Client, packed: bytes, handles: Sequence[AllocHandle]) -> array[int]:
+        n = len(handles)
+        codes = array("i", bytes(4 * n))
+        if n == 0:
+            return codes
+        try:
+            regions = array("I", [h.region_id for h in handles])
+            indices = array("I", [h.page_index for h in handles])
+            lengths = array("Q", [h.size for h in handles])
+        except (OverflowError, TypeError) as e:
+            raise ValueError(f"a handle's region, page and size must be integers that are not negative: {e}") from None
+        status = client._lib.maru_commit(
+            client.handle,
+            n,
+            packed,
+            None,
+            regions.buffer_info()[0],
+            indices.buffer_info()[0],
+            lengths.buffer_info()[0],
+            codes.buffer_info()[0],
+            0,
+        )
+        if status:
+            self._failed(client, "store", status)
+            return array("i", [status] * n)
+        return codes
+
+    def _store_copies(self, client: Client, packed: bytes, buffers: Sequence[Any]) -> list[bool]:
+        chunk = self._config.chunk_size_bytes
+        try:
+            runs = Runs.of(buffers)
+        except (TypeError, BufferError) as e:
+            raise TypeError(f"a value to copy must be a contiguous buffer or an AllocHandle: {e}") from None
+        for n in itertools.islice(runs.runs, 1, None, 2):
+            if n > chunk:
+                raise ValueError(f"Requested size {n} exceeds chunk_size {chunk}")
+        try:
+            codes = client.store(packed, runs)
+        except ClosedError:
+            raise RuntimeError("Handler is closing") from None
+        except MaruError as e:
+            self._say("store", e)
+            return [False] * len(buffers)
+        self._sync_regions()
+        return [self._stored(c) for c in codes]
+
+    def _stored(self, code: int) -> bool:
+        if code in (Code.OK, Code.ALREADY_STORED):
+            return True
+        self._say("store", _name(code))
+        return False
+
+    # --- reading ---
+
+    def retrieve(self, key: KeyLike) -> MemoryInfo | None:
+        """Returns a stored value in place, or None. The value is protected while the
+        answer, its view, or anything made of the view lives."""
+        return self._retrieve(opaque_key(key), 1)[0]
+
+    def batch_retrieve(self, keys: Sequence[KeyLike]) -> list[MemoryInfo | None]:
+        """Returns a value or None for each key, in order, with one call."""
+        return self._retrieve(_pack(keys), len(keys))
+
+    def _retrieve(self, packed: bytes, n: int) -> list[MemoryInfo | None]:
+        client = self._open()
+        try:
+            rows = client.retrieve(packed, n)
+        except ClosedError:
+            raise RuntimeError("Handler is closing") from None
+        except MaruError as e:
+            self._say("retrieve", e)
+            return [None] * n
+        return [None if r is None else MemoryInfo(*r) for r in rows]
+
+    def exists(self, key: KeyLike) -> bool:
+        """Whether a value can be read here now."""
+        return self._exists(opaque_key(key), 1)[0]
+
+    def batch_exists(self, keys: Sequence[KeyLike]) -> list[bool]:
+        """Whether each value can be read here now; no stop at the first miss."""
+        return self._exists(_pack(keys), len(keys))
+
+    def _exists(self, packed: bytes, n: int) -> list[bool]:
+        client = self._open()
+        try:
+            _, verdicts = client.probe(packed)
+        except ClosedError:
+            raise RuntimeError("Handler is closing") from None
+        except MaruError as e:
+            self._say("exists", e)
+            return [False] * n
+        return [v & 3 == Verdict.HIT for v in verdicts]
+
+    # --- pins and deletion ---
+
+    def pin(self, key: KeyLike) -> bool:
+        """Protects a value until unpin, and says whether it is there: one step. Pins
+        count up."""
+        return self._pin(opaque_key(key), 1)[0]
+
+    def batch_pin(self, keys: Sequence[KeyLike]) -> list[bool]:
+        """Pins up to the first miss; everything behind it is False, present or not."""
+        return self._pin(_pack(keys), len(keys))
+
+    def _pin(self, packed: bytes, n: int) -> list[bool]:
+        return self._codes("pin", n, lambda c: c.pin(packed, Mode.PREFIX))
+
+    def unpin(self, key: KeyLike) -> bool:
+        """Takes one pin back; False when this handler has none on the key."""
+        return self.batch_unpin([key])[0]
+
+    def batch_unpin(self, keys: Sequence[KeyLike]) -> list[bool]:
+        """Takes one pin of each key back; no stop at the first False."""
+        packed = _pack(keys)
+        return self._codes("unpin", len(keys), lambda c: c.unpin(packed))
+
+    def _codes(self, op: str, n: int, call: Callable[[Client], array[int]]) -> list[bool]:
+        client = self._open()
+        try:
+            return [c == Code.OK for c in call(client)]
+        except ClosedError:
+            raise RuntimeError("Handler is closing") from None
+        except MaruError as e:
+            self._say(op, e)
+            return [False] * n
+
+    def delete(self, key: KeyLike) -> bool:
+        """Removes a key, whoever stored it. False when it is absent, pinned or viewed
+        by anybody, or when the server did not finish in time: then it stays hidden."""
+        client = self._open()
+        try:
+            code = client.delete(opaque_key(key))[0]
+        except ClosedError:
+            raise RuntimeError("Handler is closing") from None
+        except MaruError as e:
+            self._say("delete", e)
+            return False
+        if code not in (Code.OK, Code.NOT_FOUND, Code.PINNED):
+            self._say("delete", f"{_name(code)}; the key stays hidden until the server ends")
+        return bool(code == Code.OK)
+
+    # --- regions ---
+
+    def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None:
+        """Returns bytes of a mapped region: writable for own regions, read-only for
+        others; None when it is not mapped or the range is outside."""
+        client = self._client
+        if client is None or self._closing or offset < 0 or size < 0 or _lib.forked():
+            return None
+        known = self._regions.get(region_id)
+        if known is None:
+            if region_id in self._page_counts:
+                known = self._own_view(client, region_id)
+            else:
+                return self._map(client, region_id, offset, size)
+        if offset + size > len(known[1]):
+            return None
+        return known[1][offset : offset + size]
+
+    def _map(self, client: Client, region: int, offset: int, size: int) -> memoryview | None:
+        data, writable = c_void_p(), c_int32()
+        try:
+            status = client._lib.maru_region_view(client.handle, region, offset, size, data, writable)
+        except (ctypes.ArgumentError, OverflowError):
+            return None
+        if status:
+            return None
+        owner_type: Any = type("_RegionOwner", (_RegionLease, ctypes.c_ubyte * size), {})
+        owner = owner_type.from_address(data.value) if size else owner_type()
+        owner._client, owner._region = client, region
+        view = memoryview(owner).cast("B")
+        return view if writable.value else view.toreadonly()
+
+    def _own_view(self, client: Client, region: int) -> tuple[int, memoryview]:
+        length = self._page_counts[region] * self._page_bytes(client, region)
+        view = self._map(client, region, 0, length)
+        if view is None:
+            raise RuntimeError(f"maru: own region {region} of {length} bytes is not mapped: {_lib.last_error(client._lib)}")
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+        # Of two threads that map it at once, one view is kept and the other goes.
+        return self._regions.setdefault(region, (address, view))
+
+    def _page_bytes(self, client: Client, region: int) -> int:
+        # A pool without hardware coherence rounds pages up.
+        size = c_uint64()
+        status = client._lib.maru_region_page_bytes(client.handle, region, size)
+        return self._config.chunk_size_bytes if status else size.value
+
+    def get_region_page_count(self, region_id: int) -> int | None:
+        """Pages of a region that is owned or mapped, else None."""
+        known = self._page_counts.get(region_id)
+        if known is not None:
+            return known
+        client = self._client
+        if client is None or self._closing or _lib.forked():
+            return None
+        count = c_uint64()
+        try:
+            status = client._lib.maru_region_page_count(client.handle, region_id, count)
+        except ctypes.ArgumentError:
+            return None
+        return None if status else count.value
+
+    def _region_free_count(self, region_id: int) -> int:
+        client = self._client
+        if client is None or self._closing or _lib.forked():
+            return 0
+        count = c_uint64()
+        status = client._lib.maru_region_free_count(client.handle, region_id, count)
+        return 0 if status else count.value
+
+    def get_owned_region_ids(self) -> list[int]:
+        """Own regions, oldest first; [] when not connected."""
+        return list(self._page_counts) if self._client is not None else []
+
+    def get_chunk_size(self) -> int:
+        """The page size: the largest value."""
+        return self._config.chunk_size_bytes
+
+    def set_on_region_added(self, callback: RegionCallback | None) -> None:
+        """Has ``callback(region_id, page_count)`` called for each own region: at once for
+        those that exist, then in the thread whose allocation made a new one."""
+        with self._write_lock:
+            self._on_region_added = callback
+            if callback is not None:
+                for region, count in list(self._page_counts.items()):
+                    callback(region, count)
+
+    def _sync_regions(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        region, pages = c_uint32(), c_uint64()
+        with self._write_lock:
+            while (
+                client._lib.maru_next_region(
+                    client.handle, ctypes.byref(self._cursor), ctypes.byref(region), ctypes.byref(pages)
+                )
+                == Code.OK
+            ):
+                self._page_counts[region.value] = pages.value
+                if self._on_region_added is not None:
+                    self._on_region_added(region.value, pages.value)
+
+    # --- health and counts ---
+
+    def healthcheck(self) -> bool:
+        """One round trip to the server. Never raises."""
+        client = self._client
+        if client is None or self._closing or _lib.forked():
+            return False
+        try:
+            client.ping()
+        except MaruError:
+            return False
+        return True
+
+    def get_stats(self) -> dict[str, Any]:
+        """Counts of the server and of this handler; what the server does not answer is
+        zero."""
+        client = self._open()
+        regions = OwnedRegionManager(self).get_stats()
+        out: dict[str, Any] = {
+            "kv_manager": {"total_entries": 0, "total_size": 0},
+            "allocation_manager": {"num_allocations": 0, "total_allocated": 0, "active_clients": 0},
+            "stats_manager": {},
+            "store_regions": regions,
+            "client": client.stats(),
+        }
+        if regions["regions"]:
+            out["allocator"] = regions["regions"][0]
+        try:
+            usage = client.usage()
+        except MaruError as e:
+            self._say("get_stats", e)
+            return out
+        pools = (usage.get("l1_storage") or {}).get("pools", [])
+        sessions = usage.get("sessions", [])
+        out["kv_manager"] = {
+            "total_entries": int(usage.get("objects", 0)),
+            "total_size": sum(int(p["ready_bytes"]) for p in pools),
+        }
+        out["allocation_manager"] = {
+            "num_allocations": sum(int(s["regions"]) for s in sessions),
+            "total_allocated": sum(int(p["granted_bytes"]) for p in pools),
+            "active_clients": sum(1 for s in sessions if s.get("state") == "live"),
+        }
+        out["stats_manager"] = {k: int(v) for k, v in usage.get("counters", {}).items()}
+        return out
+
+    # --- properties ---
+
+    @property
+    def connected(self) -> bool:
+        """Whether connect has succeeded and close was not called."""
+        return self._client is not None and not self._closing
+
+    @property
+    def instance_id(self) -> str:
+        """The name of this instance in logs and usage."""
+        return self._config.instance_id or ""
+
+    @property
+    def pool_handle(self) -> MaruHandle | None:
+        """The first region, or None when not connected."""
+        first = self._first()
+        if first is None:
+            return None
+        region, count = first
+        client = self._client
+        if client is None:
+            return None
+        length = count * self._page_bytes(client, region)
+        return MaruHandle(region, 0, length, (client.handle & 0xFFFFFFFF) << 32 | region)
+
+    @property
+    def allocator(self) -> PagedMemoryAllocator | None:
+        """Counts of the first region, or None when not connected."""
+        first = self._first()
+        return None if first is None else PagedMemoryAllocator(self, first[0], self._config.chunk_size_bytes)
+
+    @property
+    def owned_region_manager(self) -> OwnedRegionManager | None:
+        """The own regions, or None when not connected."""
+        return None if self._client is None else OwnedRegionManager(self)
+
+    @property
+    def mapper(self) -> DaxMapper:
+        """Deprecated: call the handler's own get_buffer_view."""
+        return DaxMapper(self)
+
+    @property
+    def _mapper(self) -> DaxMapper:
+        return DaxMapper(self)
+
+    def _first(self) -> tuple[int, int] | None:
+        if self._client is None:
+            return None
+        return next(iter(self._page_counts.items()), None)
+
+    # --- faults ---
+
+    def _failed(self, client: Client, op: str, status: int) -> None:
+        if status == Code.CLOSED:
+            raise RuntimeError("Handler is closing")
+        self._say(op, _lib.last_error(client._lib))
+
+    def _say(self, op: str, cause: object) -> None:
+        now = time.monotonic()
+        if now - self._said.get(op, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+            self._said[op] = now
+            logger.warning("maru: %s: %s (said once in %.0f s)", op, cause, _LOG_INTERVAL_S)
+
+
+def _is_handle(value: object) -> bool:
+    return isinstance(value, AllocHandle) or hasattr(value, "page_index")
+
+
+def _name(code: int) -> str:
+    try:
+        return Code(code).name.lower()
+    except ValueError:
+        return f"code {code}"
+
+
+def _select(packed: bytes, rows: Sequence[int]) -> bytes:
+    return b"".join([packed[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in rows])
+
+
+def _pack(keys: Sequence[KeyLike]) -> bytes:
+    """Packs a batch: the library hashes them, in one call."""
+    n = len(keys)
+    if n < 4:
+        return b"".join([opaque_key(k) for k in keys])
+    if isinstance(keys, (str, bytes)):
+        raise TypeError("keys must be a list of keys, not one key")
+    if set(map(type, keys)) == {str}:
+        try:
+            raws = [k.encode() for k in keys]  # type: ignore[union-attr]
+        except UnicodeEncodeError:
+            raws = [opaque_text(k)[0] for k in keys]  # raises, and says which
+        tags = b"s" * n
+    else:
+        pairs = [opaque_text(k) for k in keys]
+        raws, tags = [p[0] for p in pairs], bytes([p[1] for p in pairs])
+    ends = array("Q", itertools.accumulate(map(len, raws)))
+    lib = _lib.load()
+    out = ctypes.create_string_buffer(n * KEY_BYTES)
+    _lib.check(lib, lib.maru_opaque_keys(n, b"".join(raws), ends.buffer_info()[0], tags, out))
+    return out.raw
+
+
