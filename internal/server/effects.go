@@ -26,7 +26,7 @@ func (s *Server) perform(effects []directory.Effect) {
 			if sess := s.sessions.get(e.Session); sess != nil && sess.epoch == e.Epoch {
 				reason := e.Event.Reason
 				if reason == "" {
-					reason = "it was closed or opened again"
+					reason = "it was closed, opened again, or sent no heartbeat in time"
 				}
 				sess.end(reason)
 				s.sessions.drop(sess)

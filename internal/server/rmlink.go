@@ -291,6 +291,9 @@ func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient,
 			return fmt.Errorf("watching this owner at the resource manager: %w", err)
 		}
 		if first {
+			if event.GetSnapshot() == nil {
+				return fmt.Errorf("%w: the first event of the resource manager is no snapshot", base.ErrMismatch)
+			}
 			// The snapshot says that the RM knows this incarnation: from here on it is used.
 			first = false
 			l.mu.Lock()
@@ -323,8 +326,15 @@ func (l *rmLink) event(e *maruv1.OwnerEvent) error {
 		return fmt.Errorf("%w: incarnation %d of server %s (%s) was started", base.ErrFenced,
 			e.Fenced.GetIncarnation(), s.state.server, s.state.name)
 	case *maruv1.OwnerEvent_Snapshot:
-		// Nobody who is missing there is proved gone by that alone: a session without
-		// a hold may never have had one. The list is what ListRegions says, too.
+		holders := make(map[base.SessionID]struct{}, len(e.Snapshot.GetSessions()))
+		for _, b := range e.Snapshot.GetSessions() {
+			id, err := base.IDFromBytes("sessions", b)
+			if err != nil {
+				return err
+			}
+			holders[id] = struct{}{}
+		}
+		s.watched(holders)
 	}
 	return nil
 }

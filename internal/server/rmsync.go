@@ -22,7 +22,7 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 	if err != nil {
 		return err
 	}
-	recovered, err := recoveredRegions(regions, holds, incarnation)
+	recovered, unmapped, err := recoveredRegions(regions, holds, incarnation)
 	if err != nil {
 		return err
 	}
@@ -34,6 +34,9 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 		if err := d.RecoverRegions(now, recovered); err != nil {
 			return err
 		}
+		for _, writer := range unmapped {
+			d.SessionGone(now, writer, directory.GoneDeregistered)
+		}
 		if ended {
 			d.PredecessorsEnded(now)
 		}
@@ -41,45 +44,93 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 	})
 }
 
-// recoveredRegions puts the RM's two lists together.
-func recoveredRegions(regions []*maruv1.RegionInfo, holds []*maruv1.HoldInfo, incarnation base.Incarnation) ([]directory.RecoveredRegion, error) {
+// recoveredRegions puts the RM's two lists together. A region without holders needs
+// no protection and is left to the sweep. A writer without any hold maps nothing, and
+// never will: the RM refuses holds of a fenced incarnation. It is returned apart, as
+// a mapper that is gone.
+func recoveredRegions(regions []*maruv1.RegionInfo, holds []*maruv1.HoldInfo, incarnation base.Incarnation,
+) (out []directory.RecoveredRegion, unmapped []base.SessionID, _ error) {
 	holders := make(map[regionAt][]directory.Holder)
+	mappers := make(map[base.SessionID]struct{})
 	for _, h := range holds {
 		session, err := base.IDFromBytes("session_id", h.GetSessionId())
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		pool, err := base.IDFromBytes("pool_id", h.GetPoolId())
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		at := regionAt{pool, base.RegionID(h.GetRegionId())}
 		holders[at] = append(holders[at], directory.Holder{Session: session, Views: h.GetViews()})
+		mappers[session] = struct{}{}
 	}
-	var out []directory.RecoveredRegion
 	for _, r := range regions {
 		if base.Incarnation(r.GetOwnerIncarnation()) == incarnation || r.GetState() == maruv1.RegionState_REGION_STATE_DRAINING {
 			continue // ours of now, or on its way back already
 		}
-		pool, err := base.IDFromBytes("pool_id", r.GetPoolId())
+		region, err := recoveredRegion(r)
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
-		writer, err := base.IDFromBytes("writer_session", r.GetWriterSession())
-		if err != nil {
-			return nil, err
+		region.Holders = holders[regionAt{region.Pool, region.Region}]
+		if len(region.Holders) == 0 {
+			continue
 		}
-		if len(r.GetNamespaceDigest()) != base.NamespaceBytes {
-			return nil, fmt.Errorf("%w: namespace_digest of region %d has %d bytes", base.ErrInvalid, r.GetRegionId(), len(r.GetNamespaceDigest()))
+		if _, maps := mappers[region.Writer]; !maps {
+			unmapped = append(unmapped, region.Writer)
 		}
-		id := base.RegionID(r.GetRegionId())
-		out = append(out, directory.RecoveredRegion{
-			Pool: pool, Region: id, Incarnation: base.Incarnation(r.GetIncarnation()), Place: placeFrom(r.GetPlace()),
-			Namespace: base.NamespaceID(r.GetNamespaceDigest()), Writer: writer, Write: r.GetHandle().GetToken(),
-			Holders: holders[regionAt{pool, id}],
-		})
+		out = append(out, region)
 	}
-	return out, nil
+	return out, unmapped, nil
+}
+
+func recoveredRegion(r *maruv1.RegionInfo) (directory.RecoveredRegion, error) {
+	pool, err := base.IDFromBytes("pool_id", r.GetPoolId())
+	if err != nil {
+		return directory.RecoveredRegion{}, err
+	}
+	writer, err := base.IDFromBytes("writer_session", r.GetWriterSession())
+	if err != nil {
+		return directory.RecoveredRegion{}, err
+	}
+	if len(r.GetNamespaceDigest()) != base.NamespaceBytes {
+		return directory.RecoveredRegion{}, fmt.Errorf("%w: namespace_digest of region %d has %d bytes", base.ErrInvalid,
+			r.GetRegionId(), len(r.GetNamespaceDigest()))
+	}
+	return directory.RecoveredRegion{
+		Pool: pool, Region: base.RegionID(r.GetRegionId()), Incarnation: base.Incarnation(r.GetIncarnation()), Place: placeFrom(r.GetPlace()),
+		Namespace: base.NamespaceID(r.GetNamespaceDigest()), Writer: writer, Write: r.GetHandle().GetToken(),
+	}, nil
+}
+
+// watched compares who holds regions at the RM with what is known here. Events of the
+// time without a connection are lost, but what they said shows: a session that is not
+// live, that this server does not watch itself, and that holds nothing at the RM any
+// more, has let go of all it had mapped. Private memory is no matter of the RM, so
+// sessions that have some wait for another proof.
+func (s *Server) watched(holders map[base.SessionID]struct{}) {
+	u := s.usage()
+	private := make(map[base.SessionID]struct{})
+	for i := range u.Pools {
+		if p := &u.Pools[i]; p.Grant.Private {
+			private[p.Session] = struct{}{}
+		}
+	}
+	for i := range u.Sessions {
+		x := &u.Sessions[i]
+		switch x.State {
+		case directory.StateSuspect, directory.StateLeft, directory.StateAwaited:
+		default:
+			continue
+		}
+		_, holds := holders[x.Session]
+		_, hasMemory := private[x.Session]
+		if bound, _ := s.bound.is(x.Session, nil); holds || hasMemory || bound {
+			continue
+		}
+		s.sessionGone(x.Session, directory.GoneDeregistered, "the resource manager has no hold of it any more")
+	}
 }
 
 // listHolds reads the holds of this owner's regions and remembers their processes:
