@@ -30,6 +30,13 @@ const (
 	socketEnv = "MARU_TEST_SOCKET"
 )
 
+func init() {
+	// Only here is the main goroutine sure to be on the first thread.
+	if os.Getenv(roleEnv) == "zombie-leader" {
+		runtime.LockOSThread()
+	}
+}
+
 // childMain is what the test binary does when it is started again as a child.
 func childMain(role string) {
 	conn := io.Closer(io.NopCloser(nil))
@@ -48,7 +55,10 @@ func childMain(role string) {
 		watchMain()
 	case "zombie-leader":
 		// The first thread exits, the rest of the process lives on.
-		runtime.LockOSThread()
+		if unix.Gettid() != unix.Getpid() {
+			fmt.Println("error: not the first thread")
+			os.Exit(1)
+		}
 		fmt.Println("ready")
 		go func() {
 			runtime.LockOSThread()
@@ -56,10 +66,6 @@ func childMain(role string) {
 			os.Exit(0)
 		}()
 		time.Sleep(50 * time.Millisecond)
-		if unix.Gettid() != unix.Getpid() {
-			fmt.Println("error: not the first thread")
-			os.Exit(1)
-		}
 		_, _, _ = unix.RawSyscall(unix.SYS_EXIT, 0, 0, 0)
 	}
 	_, _ = io.Copy(io.Discard, os.Stdin)
@@ -212,6 +218,17 @@ func TestFromConnAndWatch(t *testing.T) {
 			if p.Process != process(t, ch.pid()) || p.UID != uint32(os.Getuid()) || !p.Provable() {
 				t.Errorf("peer %+v (%s), child %d", p, p.Unprovable, ch.pid())
 			}
+			// No descriptor goes to a child: it would keep nothing alive, but leak.
+			second, err := p.dup()
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, fd := range []int{p.mu.fd, second} {
+				if fl, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err != nil || fl&unix.FD_CLOEXEC == 0 {
+					t.Errorf("descriptor %d is inherited: %d, %v", fd, fl, err)
+				}
+			}
+			_ = unix.Close(second)
 			w := watcher(t)
 			got := make(chan string, 1)
 			if err := w.Watch(Key{1}, p, func(proof string) { got <- proof }); err != nil {

@@ -87,6 +87,10 @@ func TestErrorsWithoutProblem(t *testing.T) {
 	if got := status.Code(ToStatus(FromStatus(status.Error(codes.Unauthenticated, "x")))); got != codes.PermissionDenied {
 		t.Errorf("handed on as %v", got)
 	}
+	// A status that a handler made itself stays.
+	if got := status.Code(ToStatus(status.Error(codes.Unauthenticated, "x"))); got != codes.Unauthenticated {
+		t.Errorf("a status became %v", got)
+	}
 	long := ToStatus(fmt.Errorf("%w: %s\xff", base.ErrInvalid, strings.Repeat("a", 1<<20)))
 	if got := FromStatus(long); len(got.Error()) > 2*maxTextBytes || !errors.Is(got, base.ErrInvalid) {
 		t.Errorf("long text: %d bytes", len(got.Error()))

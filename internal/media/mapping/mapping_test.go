@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"runtime/debug"
 	"strings"
 	"sync"
 	"testing"
@@ -86,6 +87,22 @@ func TestTruncatedFileIsAnError(t *testing.T) {
 	}
 }
 
+// TestGuardLeavesNothing: outside of Guard a fault is a crash again, as in the rest of the process.
+func TestGuardLeavesNothing(t *testing.T) {
+	m := mapFile(t, file(t, 4096), 4096, ReadOnly)
+	for _, fn := range []func(){func() {}, func() { m.Bytes()[0] = 1 }} {
+		_ = m.Guard(fn)
+		if debug.SetPanicOnFault(false) {
+			t.Error("faults of this goroutine stay panics")
+		}
+	}
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+	_ = m.Guard(func() {})
+	if !debug.SetPanicOnFault(true) {
+		t.Error("an outer guard was ended by an inner one")
+	}
+}
+
 func TestWriteToReadOnlyIsAnError(t *testing.T) {
 	m := mapFile(t, file(t, 4096), 4096, ReadOnly)
 	if err := m.Guard(func() { m.Bytes()[0] = 1 }); !errors.Is(err, base.ErrFault) {
@@ -129,8 +146,15 @@ func TestOtherPanicsGoOn(t *testing.T) {
 
 func TestUnmapOnce(t *testing.T) {
 	m := mapFile(t, file(t, 4096), 4096, ReadWrite)
+	start := addressOf(m.Bytes())
+	if !isLive(start) || !isLive(start+4095) || isLive(start+4096) || isLive(start-1) {
+		t.Error("what counts as inside the mapping is wrong")
+	}
 	if err := m.Unmap(); err != nil {
 		t.Fatal(err)
+	}
+	if isLive(start) {
+		t.Error("faults at its address still count as its own")
 	}
 	if err := m.Unmap(); !errors.Is(err, base.ErrClosed) {
 		t.Errorf("second unmap: %v", err)
