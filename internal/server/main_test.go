@@ -15,7 +15,19 @@ import (
 	"github.com/xcena-dev/maru/internal/node"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// TestMain also runs this binary as other programs of a test: a client process that
+// is killed, and the server itself.
+func TestMain(m *testing.M) {
+	switch os.Getenv("MARU_TEST_CHILD") {
+	case "client":
+		childClient()
+		return
+	case "server":
+		childServer()
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // testConfig is a cpu-only server on free ports with its sockets in a short
 // directory of its own (socket paths are bounded).
