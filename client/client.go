@@ -16,6 +16,8 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/checksum"
+	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/keys"
 	"github.com/xcena-dev/maru/internal/media/cpu"
 	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/rpc"
@@ -61,6 +63,7 @@ type Client struct {
 		unprepared    bool
 		segmentRegion []base.RegionID // per cpu segment; 0: none
 		corrupt       []base.Key      // to be deleted
+		workers       []Worker
 		layouts       map[LayoutID]*layout
 		lastLayout    LayoutID
 	}
@@ -114,7 +117,7 @@ func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Cli
 		return nil, err
 	}
 	c := &Client{
-		cfg: cfg, clock: clock, id: base.NewID(), namespace: base.NamespaceOf(cfg.Namespace),
+		cfg: cfg, clock: clock, id: base.NewID(),
 		reopen: make(chan struct{}, 1), kicked: make(chan struct{}, 1),
 	}
 	c.resolve()
@@ -135,6 +138,10 @@ func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Cli
 // resolve fills the defaults in.
 func (c *Client) resolve() {
 	cfg := &c.cfg
+	if len(cfg.Namespace) == 0 {
+		cfg.Namespace = keys.OpaqueNamespace()
+	}
+	c.namespace = base.NamespaceOf(cfg.Namespace)
 	orSize := func(v *uint64, byDefault uint64) {
 		if *v == 0 {
 			*v = byDefault
@@ -393,29 +400,53 @@ func (c *Client) ServerOpen() *maruv1.OpenResponse {
 	return nil
 }
 
-// Targets returns the live worker sessions of this client's engine, for ProbeQuery.
-// Errors: ErrUnsupported when the order of several workers cannot be told.
-func (c *Client) Targets(ctx context.Context) ([]base.SessionID, error) {
-	u, err := c.Usage(ctx)
-	if err != nil {
-		return nil, err
+// Worker is a live worker of this client's engine, as the server told a scheduler.
+type Worker struct {
+	Rank, WorldSize uint32
+	Session         base.SessionID
+	Namespace       base.NamespaceID
+}
+
+// Workers returns the live workers of a scheduler's engine by rank, as of the last
+// heartbeat.
+func (c *Client) Workers() []Worker {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return append([]Worker(nil), c.mu.workers...)
+}
+
+// Targets returns the sessions to name in a scheduler's ProbeQuery: shard s is the
+// worker of rank s. A rank without a live worker is the zero session, whose shards are
+// misses. Errors: ErrUnavailable while no worker is known.
+func (c *Client) Targets(context.Context) ([]base.SessionID, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var world uint32
+	for _, w := range c.mu.workers {
+		world = max(world, w.WorldSize, w.Rank+1)
 	}
-	var out []base.SessionID
-	for _, s := range u.GetSessions() {
-		if c.cfg.EngineID == "" || s.GetEngineId() != c.cfg.EngineID || s.GetRole() != maruv1.Role_ROLE_WORKER || s.GetState() != "live" {
-			continue
-		}
-		id, err := base.IDFromBytes("session_id", s.GetSessionId())
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, id)
+	if world == 0 || world > hot.MaxShards {
+		return nil, fmt.Errorf("%w: engine %q has no live worker", base.ErrUnavailable, c.cfg.EngineID)
 	}
-	if len(out) > 1 {
-		return nil, fmt.Errorf("%w: engine %q has %d workers and the usage does not tell their ranks; hand their sessions over in the engine",
-			base.ErrUnsupported, c.cfg.EngineID, len(out))
+	out := make([]base.SessionID, world)
+	for _, w := range c.mu.workers {
+		out[w.Rank] = w.Session
 	}
 	return out, nil
+}
+
+func workersOf(list []*maruv1.EngineWorker) []Worker {
+	out := make([]Worker, 0, len(list))
+	for _, w := range list {
+		x := Worker{Rank: w.GetRank(), WorldSize: w.GetWorldSize()}
+		if w.GetRank() >= hot.MaxShards || len(w.GetSessionId()) != base.IDBytes {
+			continue
+		}
+		copy(x.Session[:], w.GetSessionId())
+		copy(x.Namespace[:], w.GetNamespaceId())
+		out = append(out, x)
+	}
+	return out
 }
 
 // Usage asks the server for capacity and counts.

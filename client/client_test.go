@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
 	"github.com/xcena-dev/maru/internal/leak"
@@ -21,11 +22,14 @@ func TestMain(m *testing.M) { leak.Check(m) }
 
 const testPage = 256 << 10
 
+// engineNamespace is a namespace that no build knows the fields of: {"x": "y"}.
+var engineNamespace = []byte{0xa1, 0x61, 'x', 0x61, 'y'}
+
 var quiet = slog.New(slog.NewTextHandler(io.Discard, nil))
 
 func cxlConfig(f *fake) Config {
 	return Config{
-		ServerAddress: f.address, Namespace: []byte("test"), Opaque: true, PageBytes: testPage,
+		ServerAddress: f.address, Opaque: true, PageBytes: testPage,
 		RegionBytes: 16 * testPage, CXLBytes: 64 * testPage, Logger: quiet,
 	}
 }
@@ -51,7 +55,7 @@ func key(n int) base.Key {
 	return base.MakeKey(d, 0, base.PartAllLayers)
 }
 
-func keys(ns ...int) hot.Keys {
+func keysOf(ns ...int) hot.Keys {
 	var out hot.Keys
 	for _, n := range ns {
 		k := key(n)
@@ -131,7 +135,7 @@ func TestPagesRoundTrip(t *testing.T) {
 		t.Fatalf("records %+v", r)
 	}
 	views := make([]View, 3)
-	if err := c.Retrieve(t.Context(), keys(0, 9, 1), hot.ModeEach, views); err != nil {
+	if err := c.Retrieve(t.Context(), keysOf(0, 9, 1), hot.ModeEach, views); err != nil {
 		t.Fatal(err)
 	}
 	if views[1].ID != 0 || !bytes.Equal(views[0].Bytes, value(0, 1000)) || !bytes.Equal(views[2].Bytes, value(1, 71000)) {
@@ -140,13 +144,13 @@ func TestPagesRoundTrip(t *testing.T) {
 	if err := c.FreePage(items[0].Region, items[0].Index); base.CodeOf(err) != base.CodeInvalid {
 		t.Fatalf("freeing a stored page: %v", err)
 	}
-	if err := c.Delete(t.Context(), keys(0), codes); err != nil {
+	if err := c.Delete(t.Context(), keysOf(0), codes); err != nil {
 		t.Fatal(err)
 	}
 	want(t, "delete under a view", codes[0], base.CodePinned)
 	c.ReleaseViews([]uint64{views[0].ID, views[2].ID, 99})
 	eventually(t, "the release", func() bool { return f.leases() == 0 })
-	if err := c.Delete(t.Context(), keys(0, 7), codes); err != nil {
+	if err := c.Delete(t.Context(), keysOf(0, 7), codes); err != nil {
 		t.Fatal(err)
 	}
 	want(t, "delete", codes[0], base.CodeOK)
@@ -167,13 +171,12 @@ func TestStoreLoad(t *testing.T) {
 		{"off", func(c *Config) { c.Checksums = Off }},
 		{"cpu", func(c *Config) { c.CXLBytes, c.RegionBytes, c.CPUBytes, c.Overcommit = 0, 0, 32*testPage, On }},
 		{"engine", func(c *Config) {
-			c.Opaque, c.PageBytes, c.ValueBytes, c.PieceBytes = false, 0, 200000, 4096
+			c.Namespace, c.Opaque, c.PageBytes, c.ValueBytes, c.PieceBytes = engineNamespace, false, 0, 200000, 4096
 			c.RegionBytes, c.CXLBytes = 16*testPage, 0
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			cfg := cxlConfig(f)
-			cfg.Namespace = []byte(tc.name)
 			cfg.CopyThreads = 3
 			tc.cfg(&cfg)
 			c := open(t, cfg)
@@ -297,7 +300,7 @@ func TestSplitPrefix(t *testing.T) {
 			}
 			f.mu.Unlock()
 			verdicts := make([]byte, 7)
-			if n, err := c.Probe(t.Context(), ProbeQuery{Keys: keys(0, 1, 2, 3, 4, 5, 6), Mode: hot.ModePrefix}, verdicts); n != 6 || err != nil {
+			if n, err := c.Probe(t.Context(), ProbeQuery{Keys: keysOf(0, 1, 2, 3, 4, 5, 6), Mode: hot.ModePrefix}, verdicts); n != 6 || err != nil {
 				t.Fatal(n, err)
 			}
 			for i := range 6 {
@@ -381,7 +384,7 @@ func TestServerRestart(t *testing.T) {
 		want(t, "store", storeOne(t, c, i, value(i, 1000)), base.CodeOK)
 	}
 	views := make([]View, 1)
-	if err := c.Retrieve(t.Context(), keys(2), hot.ModeEach, views); err != nil || views[0].ID == 0 {
+	if err := c.Retrieve(t.Context(), keysOf(2), hot.ModeEach, views); err != nil || views[0].ID == 0 {
 		t.Fatal(err, views)
 	}
 	before := c.Epoch()
@@ -429,6 +432,34 @@ func TestServerRestart(t *testing.T) {
 	eventually(t, "the page under the view", func() bool { return c.Stats().PagesRetiring == 0 })
 }
 
+// TestReopenAtSameServer ends the session at the server, which keeps what it knows.
+func TestReopenAtSameServer(t *testing.T) {
+	f := startFake(t)
+	c := open(t, cxlConfig(f))
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	views := make([]View, 1)
+	if err := c.Retrieve(t.Context(), keysOf(1), hot.ModeEach, views); err != nil || views[0].ID == 0 {
+		t.Fatal(err)
+	}
+	before := c.Epoch()
+	f.mu.Lock()
+	f.mu.sessions[c.Session()].tell(&maruv1.Event{Event: &maruv1.Event_Fence{Fence: &maruv1.FenceEvent{Reason: "test"}}})
+	f.mu.Unlock()
+	eventually(t, "the session", func() bool { return c.Connected() && c.Epoch() == before+1 })
+	dst := make([]byte, 1000)
+	want(t, "load", loadOne(t, c, 1, dst), base.CodeOK)
+	if s := c.Stats(); s.PagesReady != 1 || s.Regions != 1 || s.PagesQuarantined != 0 {
+		t.Fatalf("%+v", s)
+	}
+	f.mu.Lock()
+	if len(f.mu.relisted) != 0 {
+		t.Error("pages were listed at the same server")
+	}
+	f.mu.Unlock()
+	c.ReleaseViews([]uint64{views[0].ID})
+	eventually(t, "the release", func() bool { return f.leases() == 0 })
+}
+
 func TestServerAway(t *testing.T) {
 	f := startFake(t)
 	c := open(t, cxlConfig(f))
@@ -441,7 +472,7 @@ func TestServerAway(t *testing.T) {
 			t.Fatal(code)
 		}
 		verdicts := make([]byte, 2)
-		if n, err := c.Probe(t.Context(), ProbeQuery{Keys: keys(1, 2)}, verdicts); n != 0 || err != nil {
+		if n, err := c.Probe(t.Context(), ProbeQuery{Keys: keysOf(1, 2)}, verdicts); n != 0 || err != nil {
 			t.Fatal(n, err)
 		}
 	}
@@ -478,7 +509,7 @@ func TestCloseWithExports(t *testing.T) {
 	}
 	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
 	views := make([]View, 1)
-	if err := c.Retrieve(t.Context(), keys(1), hot.ModeEach, views); err != nil || views[0].ID == 0 {
+	if err := c.Retrieve(t.Context(), keysOf(1), hot.ModeEach, views); err != nil || views[0].ID == 0 {
 		t.Fatal(err)
 	}
 	region := c.region(views[0].Region)
@@ -511,15 +542,15 @@ func TestCloseDrained(t *testing.T) {
 	c := open(t, cxlConfig(f))
 	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
 	codes := make([]base.Code, 2)
-	if err := c.Pin(t.Context(), keys(1, 2), hot.ModePrefix, codes); err != nil {
+	if err := c.Pin(t.Context(), keysOf(1, 2), hot.ModePrefix, codes); err != nil {
 		t.Fatal(err)
 	}
 	want(t, "pin", codes[0], base.CodeOK)
 	want(t, "pin of nothing", codes[1], base.CodeMiss)
-	if err := c.Pin(t.Context(), keys(1), hot.ModeEach, codes); err != nil || f.leases() != 1 {
+	if err := c.Pin(t.Context(), keysOf(1), hot.ModeEach, codes); err != nil || f.leases() != 1 {
 		t.Fatal(err, f.leases())
 	}
-	if err := c.Unpin(t.Context(), keys(1, 2), codes); err != nil {
+	if err := c.Unpin(t.Context(), keysOf(1, 2), codes); err != nil {
 		t.Fatal(err)
 	}
 	want(t, "unpin", codes[0], base.CodeOK)

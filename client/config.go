@@ -8,6 +8,7 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/checksum"
+	"github.com/xcena-dev/maru/internal/keys"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
 
@@ -54,7 +55,8 @@ type Config struct {
 	Role            base.Role
 	Rank, WorldSize uint32 // WorldSize default 1
 
-	// Namespace is the canonical CBOR of the namespace (internal/keys).
+	// Namespace is the canonical CBOR of the namespace (internal/keys). Of opaque values
+	// it is the reserved one and may be left out.
 	Namespace []byte
 	// Opaque is the reserved namespace of MaruHandler: values of any length up to a page.
 	Opaque bool
@@ -130,7 +132,7 @@ const (
 	maxQueueJobs       = 1 << 20
 	defaultRegionBytes = 64 << 20
 	defaultSegment     = 1 << 30
-	pageAlignBytes     = 4096
+	pageAlignBytes     = keys.PageAlignBytes
 )
 
 // Validate reports every problem at once. Errors: ErrInvalid.
@@ -150,11 +152,15 @@ func (c *Config) Validate() error {
 	if world := max(c.WorldSize, 1); c.Rank >= world {
 		bad("Rank %d must be below WorldSize %d", c.Rank, world)
 	}
-	if len(c.Namespace) == 0 {
+	switch {
+	case len(c.Namespace) == 0 && !c.Opaque:
 		bad("Namespace is empty; it is the canonical CBOR of the model's identity and geometry")
-	}
-	if len(c.Namespace) > 64<<10 {
-		bad("Namespace has %d bytes; at most 65536", len(c.Namespace))
+	case len(c.Namespace) != 0 && keys.IsOpaque(c.Namespace) != c.Opaque:
+		bad("Opaque is %v and Namespace is the reserved one: %v; both belong together", c.Opaque, !c.Opaque)
+	case len(c.Namespace) != 0:
+		if err := keys.CheckCanonical(c.Namespace); err != nil {
+			problems = append(problems, fmt.Errorf("Namespace: %w", err))
+		}
 	}
 	c.validateSizes(bad)
 	c.validateMedia(bad)
@@ -265,11 +271,14 @@ func (c *Config) pageBytes() uint64 {
 	return enginePageBytes(c.ValueBytes, piece)
 }
 
-// enginePageBytes is the page of an engine object: value, leaf list, rounded up.
+// enginePageBytes is the page of an engine object: value, leaf list, rounded up; 0 for
+// sizes that Validate refuses.
 func enginePageBytes(value, piece uint64) uint64 {
-	pieces := uint64(checksum.PieceCount(value, int(piece))) //nolint:gosec // bounded by Validate
-	n := leafListAt(value) + checksum.LeafBytes*pieces
-	return (n + pageAlignBytes - 1) &^ (pageAlignBytes - 1)
+	n, err := keys.EnginePageBytes(value, uint32(min(piece, 1<<31))) //nolint:gosec // bounded
+	if err != nil {
+		return 0
+	}
+	return n
 }
 
 // leafListAt is where the leaf list of an object of length bytes begins in its page.

@@ -146,10 +146,11 @@ func (f *fake) listen(control, hotAddress string) {
 	if f.hotLn, err = net.Listen("tcp", hotAddress); err != nil {
 		f.t.Fatal(err)
 	}
-	f.grpc = rpc.NewServer(rpc.Limits{})
-	maruv1.RegisterMetadataServerServer(f.grpc, f)
-	maruv1.RegisterResourceManagerServer(f.grpc, f)
-	go func() { _ = f.grpc.Serve(ln) }()
+	srv := rpc.NewServer(rpc.Limits{})
+	f.grpc = srv
+	maruv1.RegisterMetadataServerServer(srv, f)
+	maruv1.RegisterResourceManagerServer(srv, f)
+	go func() { _ = srv.Serve(ln) }()
 	go f.serveHot(f.hotLn)
 }
 

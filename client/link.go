@@ -166,7 +166,7 @@ func (c *Client) openRequest() *maruv1.OpenRequest {
 		NodeId:         c.node.Node[:],
 		BootId:         c.node.Boot[:],
 		CpuBytes:       c.cpuGrant(),
-		CxlBytes:       cfg.CXLBytes,
+		CxlBytes:       c.cxlGrant(),
 		InstanceId:     cfg.InstanceID,
 		ProgramVersion: Version,
 		Views:          cfg.Views == On,
@@ -315,6 +315,7 @@ func (c *Client) install(l *link, sent time.Duration) {
 	})
 	c.link.Store(l)
 	c.mu.pools = l.pools
+	c.mu.workers = workersOf(r.GetWorkers())
 	c.mu.unprepared = true
 	c.mu.Unlock()
 	if l.sameBoot && r.GetControlUnixPath() != "" {

@@ -8,6 +8,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/media/cpu"
+	"github.com/xcena-dev/maru/internal/poolfmt"
 	"github.com/xcena-dev/maru/internal/session"
 )
 
@@ -44,6 +45,28 @@ func (c *Client) cpuGrant() uint64 {
 		n += s.SizeBytes() / c.cfg.PageBytes * c.cfg.PageBytes
 	}
 	return n
+}
+
+// cxlGrant is what is asked of the server's budget. The configured sizes are usable
+// bytes; the server counts extents, with their tables and alignment.
+func (c *Client) cxlGrant() uint64 {
+	if c.cfg.CXLBytes == 0 {
+		return 0
+	}
+	extent := func(bytes uint64) uint64 {
+		plan, err := poolfmt.PlanRegion(c.cfg.PageBytes, (bytes+c.cfg.PageBytes-1)/c.cfg.PageBytes, c.cfg.PieceBytes)
+		if err != nil {
+			return bytes
+		}
+		return plan.ExtentBytes
+	}
+	first := min(c.cfg.RegionBytes, c.cfg.CXLBytes)
+	rest := c.cfg.CXLBytes - first
+	grant := extent(first) + rest/c.cfg.ExpandBytes*extent(c.cfg.ExpandBytes)
+	if last := rest % c.cfg.ExpandBytes; last >= c.cfg.PageBytes {
+		grant += extent(last)
+	}
+	return grant
 }
 
 // prepare gets what the configuration wants and is not there: the proof of the domains,

@@ -114,6 +114,9 @@ func (c *Client) heartbeat(l *link, beat time.Duration) error {
 	c.mu.Lock()
 	core.Acknowledged(base.Epoch(resp.GetEpoch()), base.ServerEpoch(resp.GetServerEpoch()), sent,
 		time.Duration(resp.GetTtlMs())*time.Millisecond)
+	if c.cfg.Role == base.RoleScheduler {
+		c.mu.workers = workersOf(resp.GetWorkers())
+	}
 	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0
 	lost := len(core.LostCommits(nil)) > 0
 	c.mu.Unlock()

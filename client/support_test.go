@@ -1,6 +1,8 @@
 package client
 
 import (
+	"net"
+	"strconv"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -33,4 +35,13 @@ func poll(t *testing.T, fd int) {
 		}
 		return
 	}
+}
+
+func splitPort(address string) (host string, port int, err error) {
+	host, p, err := net.SplitHostPort(address)
+	if err != nil {
+		return "", 0, err
+	}
+	port, err = strconv.Atoi(p)
+	return host, port, err
 }

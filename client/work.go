@@ -111,12 +111,19 @@ func (c *Client) acknowledge(l *link) {
 	}
 	ctx, cancel := c.control(l.ctx, l)
 	defer cancel()
-	if _, err := l.api.Acknowledge(ctx, req); err != nil {
-		c.mu.Lock()
+	_, err := l.api.Acknowledge(ctx, req)
+	c.mu.Lock()
+	if err == nil {
+		c.mu.core.AcksTaken(reclaimed, server)
+	} else {
 		c.mu.core.ReturnAcks(cleared, reclaimed, server)
-		c.mu.Unlock()
-		c.failed(l, err)
 	}
+	c.mu.Unlock()
+	if err != nil {
+		c.failed(l, err)
+		return
+	}
+	c.kick() // a region may be idle now
 }
 
 func pageEvent(a *session.Ack) *maruv1.PageEvent {

@@ -110,6 +110,9 @@ func (c *Core) snapshot(sharedOnly bool) *Snapshot {
 			default:
 				continue
 			}
+			if sharedOnly {
+				p.flags &^= reclaim | acking // what the old server said of it is void
+			}
 			ref := PageRef{Region: r.ID, Index: base.PageIndex(i), Generation: p.gen} //nolint:gosec // a page
 			s.refs = append(s.refs, ref)
 			s.Pages = append(s.Pages, hot.RelistPage{
@@ -167,18 +170,23 @@ func (c *Core) Relisted(s *Snapshot, first int, results []byte, clear []PageRef)
 				clear = append(clear, out)
 			}
 		case hot.RelistQuarantined:
-			if p.state == Ready {
-				r.set(p, Quarantined)
-			}
+			c.doubt(r, p)
 		case hot.RelistRefused:
 			// The region is not ours there: it takes no new pages and goes when idle.
-			if p.state == Ready {
-				r.set(p, Quarantined)
-			}
+			c.doubt(r, p)
 			c.Drain(r.ID)
 		}
 	}
 	return clear
+}
+
+// doubt quarantines a page that the server does not show any more. The next server is
+// told of it too: its mark may be on the device.
+func (c *Core) doubt(r *region, p *page) {
+	if p.state == Ready {
+		p.flags |= uncertain
+		r.set(p, Quarantined)
+	}
 }
 
 // RelistDone says that the last frame of a snapshot was acknowledged.

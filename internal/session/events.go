@@ -139,16 +139,16 @@ func (c *Core) Cleared(ref PageRef, done bool) {
 	c.tryFree(r, ref.Index, p)
 }
 
-// tryFree frees and acknowledges a page that was reclaimed and whose mark is cleared. A
-// server that reclaims under a view of ours is not believed: the page waits for the view
-// (R3).
+// tryFree acknowledges a page that was reclaimed and whose mark is cleared. It is free
+// when the server has taken the acknowledgement: until then it would refuse another
+// object there. A server that reclaims under a view of ours is not believed: the page
+// waits for the view (R3).
 func (c *Core) tryFree(r *region, i base.PageIndex, p *page) {
-	if p.flags&reclaim == 0 || p.flags&(marked|clearing) != 0 || p.state != Retiring || r.views > 0 && c.viewed(r, i, p.gen) {
+	if p.flags&reclaim == 0 || p.flags&(marked|clearing|acking) != 0 || p.state != Retiring || r.views > 0 && c.viewed(r, i, p.gen) {
 		return
 	}
-	ack := c.ack(PageRef{Region: r.ID, Index: i, Generation: p.gen})
-	c.freePage(r, i)
-	c.reclaimed = append(c.reclaimed, ack)
+	p.flags |= acking
+	c.reclaimed = append(c.reclaimed, c.ack(PageRef{Region: r.ID, Index: i, Generation: p.gen}))
 }
 
 // Ack is a page event that the server is to be told is done.
@@ -172,6 +172,22 @@ func (c *Core) ack(ref PageRef) Ack {
 		a.PoolNumber, a.Offset = r.PoolNumber, uint64(ref.Index)*r.PageBytes
 	}
 	return a
+}
+
+// AcksTaken says that the server has taken what TakeAcks gave: reclaimed pages are free.
+func (c *Core) AcksTaken(reclaimed []Ack, server base.ServerEpoch) {
+	if server != c.serverEpoch {
+		return
+	}
+	for _, a := range reclaimed {
+		r := c.regions[a.Region]
+		if r == nil {
+			continue
+		}
+		if p := r.page(a.Index); p != nil && p.gen == a.Generation && p.state == Retiring && p.flags&acking != 0 {
+			c.freePage(r, a.Index)
+		}
+	}
 }
 
 // ReturnAcks puts acknowledgements back that were not delivered, unless the server that

@@ -48,6 +48,8 @@ const (
 	clearing
 	// reclaim: to be freed as soon as its mark is cleared.
 	reclaim
+	// acking: free as soon as the server has taken the acknowledgement.
+	acking
 )
 
 // page is pointer-free, so that the collector never walks a pool's pages, and nothing
