@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/invariants"
 )
 
 // regionState is the life of a region here.
@@ -206,6 +207,7 @@ func (d *Directory) account(g *region, r *replica, sign int) {
 		if sign > 0 {
 			*v += n
 		} else {
+			invariants.Check(*v >= n, "R5", "pool %d: %d bytes less than %d", p.number, n, *v)
 			*v -= n
 		}
 	}
@@ -225,6 +227,10 @@ func (d *Directory) account(g *region, r *replica, sign int) {
 // freeReplica takes a replica away; its page is free.
 func (d *Directory) freeReplica(g *region, page uint32, ref replicaRef) {
 	r := d.store.replica(ref)
+	invariants.Check(r.leases() == 0, "R3", "page %d of region %d is freed with %d leases", page, g.id, r.leases())
+	invariants.Check(g.private() || g.state != regionGranted || r.state() == replicaQuarantined || r.has(flagMarkCleared), "R7",
+		"page %d of region %d is freed with its mark", page, g.id)
+	invariants.Check(!r.has(flagRestartHeld) || g.recovered.done, "R6", "page %d of region %d is freed before rule Server restart", page, g.id)
 	if r.has(flagDeleteWaiting) {
 		d.markGone(r)
 	}
@@ -262,6 +268,7 @@ func (d *Directory) retire(now time.Duration, g *region, ref replicaRef) {
 		d.askClear(g, r)
 	}
 	d.advance(now, g, ref)
+	d.settleKept(now, g) // also when leases keep the replica itself: no key is left
 }
 
 // advance takes a RETIRING replica one step on when what it waits for is there.

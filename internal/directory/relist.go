@@ -75,9 +75,11 @@ func (d *Directory) RecoverRegions(now time.Duration, regions []RecoveredRegion)
 		case r.Region == 0 || r.Region >= base.FirstPrivateRegion || r.Incarnation == 0 || r.Incarnation > base.MaxIncarnation ||
 			r.Writer == base.SessionID{} || r.Namespace == base.NamespaceID{}:
 			return fmt.Errorf("%w: recover region %d of pool %v: incomplete", base.ErrInvalid, r.Region, r.Pool)
-		case pl.PageBytes == 0 || pl.PageBytes > base.MaxObjectBytes || pl.PageCount == 0 || pl.PageCount > lim.MaxRegionPages ||
+		case pl.PageBytes == 0 || pl.PageBytes > base.MaxObjectBytes || pl.PageCount == 0 ||
 			pl.ExtentBytes/pl.PageBytes < pl.PageCount:
 			return fmt.Errorf("%w: recover region %d of pool %v: %d pages of %d bytes in %d", base.ErrInvalid, r.Region, r.Pool, pl.PageCount, pl.PageBytes, pl.ExtentBytes)
+		case pl.PageCount > lim.MaxRegionPages:
+			return limitErr("max-region-pages", lim.MaxRegionPages, fmt.Sprintf("recover region %d: %d pages", r.Region, pl.PageCount))
 		case len(r.Holders) > lim.MaxRecoveredHolders:
 			return limitErr("max-recovered-holders", lim.MaxRecoveredHolders, fmt.Sprintf("recover region %d: %d holders", r.Region, len(r.Holders)))
 		}

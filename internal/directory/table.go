@@ -226,7 +226,9 @@ func (st *store) lookup(ns uint32, b *block) {
 			v = st.nextTag(b.hash[i], tag)
 		}
 		b.object[i] = uint32(v) //nolint:gosec // low half
-		touched += st.objects[uint32(v)].key[0]
+		// Both lines of the object: the key is compared next, the replica read after.
+		o := &st.objects[uint32(v)]
+		touched += o.key[0] + uint64(o.first.generation)
 	}
 	for i := range n {
 		o := b.object[i]
