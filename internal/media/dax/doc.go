@@ -13,6 +13,9 @@
 //  2. A file that could not be made in full is not left behind.
 //  3. At most one opener with LockExclusive has a device or file, by flock; it lasts until
 //     Close or the end of the process.
+//     The lock is on the inode: two device nodes of one device (a container with a /dev of
+//     its own) have two, and there the store id and sequence in the pool's header are what
+//     refuses a second owner.
 //  4. Every mapping lies inside the size that the device or file has at that moment.
 //
 // There are no goroutines; locks are those of the mappings.
