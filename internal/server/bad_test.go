@@ -16,6 +16,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/rpc"
 )
 
 // cutOff reports whether the server closes the connection after b.
@@ -177,6 +178,32 @@ func TestHotConnectionLimits(t *testing.T) {
 		if err == nil {
 			h.close()
 		}
+		return err == nil
+	})
+}
+
+func TestControlConnectionLimit(t *testing.T) {
+	cfg := testConfig(t)
+	cfg.MaxControlConnectionCount = 2
+	s := startServer(t, cfg)
+	describe := &maruv1.DescribeServerRequest{Version: &maruv1.ProtocolVersion{Min: 1, Max: 1}}
+	first := dialControl(t, s.ControlAddress())
+	dialControl(t, s.UnixPath())
+	if conn, err := rpc.Dial(testContext(t), s.ControlAddress()); err == nil {
+		_, err = maruv1.NewMetadataServerClient(conn).DescribeServer(testContext(t), describe)
+		_ = conn.Close()
+		if err == nil {
+			t.Error("a third connection works")
+		}
+	}
+	_ = first.Close()
+	waitFor(t, "a closed connection makes room", func() bool {
+		conn, err := rpc.Dial(testContext(t), s.ControlAddress())
+		if err != nil {
+			return false
+		}
+		defer func() { _ = conn.Close() }()
+		_, err = maruv1.NewMetadataServerClient(conn).DescribeServer(testContext(t), describe)
 		return err == nil
 	})
 }

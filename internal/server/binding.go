@@ -23,12 +23,11 @@ type boundTable struct {
 
 func (t *boundTable) init() { t.mu.process = make(map[base.SessionID]peer.Process) }
 
-// is reports whether the session is bound at all, and to this process.
-func (t *boundTable) is(id base.SessionID, p *peer.Peer) (bound, same bool) {
+func (t *boundTable) has(id base.SessionID) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	have, bound := t.mu.process[id]
-	return bound, bound && p != nil && have == p.Process && have.StartTicks != 0
+	_, ok := t.mu.process[id]
+	return ok
 }
 
 func (t *boundTable) set(id base.SessionID, p peer.Process) {
@@ -56,9 +55,8 @@ func (s *Server) bindProcess(id base.SessionID, p *peer.Peer) error {
 	if p == nil {
 		return fmt.Errorf("%w: it came over TCP; the Unix socket is %s", base.ErrUnsupported, s.UnixPath())
 	}
-	if bound, same := s.bound.is(id, p); bound && same {
-		return nil
-	}
+	// The watcher knows whether a second peer is the same process, also where processes
+	// have no name here (another pid namespace).
 	err := s.watcher.Watch(id, p, func(proof string) {
 		// The callback must not wait; the directory's lock is never held over I/O.
 		s.sessionGone(id, directory.GonePidfd, proof)

@@ -63,6 +63,7 @@ type Config struct {
 	Limits                    directory.Limits
 	MaxHotConnectionCount     int
 	MaxSessionConnectionCount int
+	MaxControlConnectionCount int
 	MaxControlMessageBytes    int
 
 	// HelloTimeout bounds a hot connection's handshake, FrameTimeout the rest of a frame
@@ -116,6 +117,7 @@ func (c Config) WithDefaults() Config {
 	c.Margin = orDefault(c.Margin, time.Second)
 	c.MaxHotConnectionCount = orDefault(c.MaxHotConnectionCount, 4096)
 	c.MaxSessionConnectionCount = orDefault(c.MaxSessionConnectionCount, 16)
+	c.MaxControlConnectionCount = orDefault(c.MaxControlConnectionCount, 4096)
 	c.MaxControlMessageBytes = orDefault(c.MaxControlMessageBytes, 4<<20)
 	c.HelloTimeout = orDefault(c.HelloTimeout, 5*time.Second)
 	c.FrameTimeout = orDefault(c.FrameTimeout, 30*time.Second)
@@ -179,6 +181,7 @@ func (c Config) Validate() error {
 	}{
 		{"max-hot-connections", c.MaxHotConnectionCount, 1 << 20},
 		{"max-session-connections", c.MaxSessionConnectionCount, 1 << 10},
+		{"max-control-connections", c.MaxControlConnectionCount, 1 << 20},
 		{"max-control-message", c.MaxControlMessageBytes, 1 << 30},
 	} {
 		if n.value < 1 || n.value > n.max {

@@ -195,12 +195,13 @@ func mediaOf(in []maruv1.Medium) []base.Medium {
 // judgeOpener says what the opener's process proves. A session that is bound to a
 // process is opened by that process only.
 func (s *Server) judgeOpener(req *directory.OpenRequest, proc *peer.Peer) error {
-	bound, same := s.bound.is(req.Session, proc)
+	bound := s.bound.has(req.Session)
 	switch {
-	case same:
-		req.Proof = directory.ProofProcess
 	case bound && proc != nil:
-		return errOtherProcess(req.Session, proc)
+		if err := s.bindProcess(req.Session, proc); err != nil {
+			return err // another process, or nobody can tell
+		}
+		req.Proof = directory.ProofProcess
 	case proc != nil && s.rm.wasProcess(req.Session, proc):
 		req.Proof = directory.ProofProcess
 	}

@@ -34,13 +34,13 @@ func (s *Server) waitDelete(ctx context.Context, id directory.DeleteID) (codes [
 		return done
 	}
 	// The waiter is there before the status is read: no end can fall between the two.
-	end := s.deletes.wait(id)
-	defer s.deletes.forget(id)
+	waiter := s.deletes.wait(id)
+	defer s.deletes.forget(id, waiter)
 	if status() {
 		return codes, objects, true
 	}
 	select {
-	case <-end:
+	case <-waiter.end:
 	case <-timer.C:
 	case <-ctx.Done():
 	case <-s.ctx.Done():

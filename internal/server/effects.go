@@ -49,6 +49,10 @@ func (s *Server) perform(effects []directory.Effect) {
 // step runs f under the directory's write lock and carries out what it left.
 func (s *Server) step(f func(d *directory.Directory, now time.Duration) error) error {
 	s.dir.Lock()
+	if s.dir.closed {
+		s.dir.Unlock()
+		return errStops
+	}
 	err := f(s.dir.Directory, bootTime())
 	effects := s.dir.AppendEffects(nil)
 	s.dir.Unlock()
@@ -56,10 +60,16 @@ func (s *Server) step(f func(d *directory.Directory, now time.Duration) error) e
 	return err
 }
 
+// errStops is the answer of a server on its way down.
+var errStops = fmt.Errorf("%w: the server stops", base.ErrClosed)
+
 // look runs f under the read lock.
 func (s *Server) look(f func(d *directory.Directory, now time.Duration) error) error {
 	s.dir.RLock()
 	defer s.dir.RUnlock()
+	if s.dir.closed {
+		return errStops
+	}
 	return f(s.dir.Directory, bootTime())
 }
 
@@ -199,40 +209,48 @@ func (s *Server) checkFenced(err error) error {
 	return err
 }
 
-// deleteWaiters wakes calls of Delete when their marks are cleared.
+// deleteWaiters wakes calls of Delete when their marks are cleared. Several calls may
+// wait for one delete: a repeated operation gives the same handle.
 type deleteWaiters struct {
 	mu struct {
 		sync.Mutex
-		waiting map[directory.DeleteID]chan struct{}
+		waiting map[directory.DeleteID]*deleteWaiter
 	}
 }
 
-func (w *deleteWaiters) init() {
-	w.mu.waiting = make(map[directory.DeleteID]chan struct{})
+type deleteWaiter struct {
+	end   chan struct{}
+	count int
 }
 
-func (w *deleteWaiters) wait(id directory.DeleteID) <-chan struct{} {
+func (w *deleteWaiters) init() { w.mu.waiting = make(map[directory.DeleteID]*deleteWaiter) }
+
+// wait registers a waiter; forget must follow.
+func (w *deleteWaiters) wait(id directory.DeleteID) *deleteWaiter {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	c, ok := w.mu.waiting[id]
-	if !ok {
-		c = make(chan struct{})
-		w.mu.waiting[id] = c
+	x := w.mu.waiting[id]
+	if x == nil {
+		x = &deleteWaiter{end: make(chan struct{})}
+		w.mu.waiting[id] = x
 	}
-	return c
+	x.count++
+	return x
 }
 
-func (w *deleteWaiters) forget(id directory.DeleteID) {
+func (w *deleteWaiters) forget(id directory.DeleteID, x *deleteWaiter) {
 	w.mu.Lock()
-	delete(w.mu.waiting, id)
-	w.mu.Unlock()
+	defer w.mu.Unlock()
+	if x.count--; x.count == 0 && w.mu.waiting[id] == x {
+		delete(w.mu.waiting, id)
+	}
 }
 
 func (w *deleteWaiters) done(id directory.DeleteID) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if c, ok := w.mu.waiting[id]; ok {
-		close(c)
+	if x := w.mu.waiting[id]; x != nil {
+		close(x.end)
 		delete(w.mu.waiting, id)
 	}
 }

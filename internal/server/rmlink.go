@@ -357,10 +357,16 @@ func (l *rmLink) setPools(infos []*maruv1.PoolInfo) error {
 		if err != nil {
 			return err
 		}
+		medium, coherence := base.Medium(info.GetMedium()), base.Coherence(info.GetCoherence()) //nolint:gosec // enums
+		if medium != base.MediumCXL || (coherence != base.CoherenceHardware && coherence != base.CoherenceSoftware) {
+			l.log.Warn("a pool of the resource manager cannot be used", "pool", info.GetName(), "id", base.PoolID(id).String(),
+				"medium", medium.String(), "coherence", coherence.String())
+			continue
+		}
 		byID[id] = info
 		pools = append(pools, directory.Pool{
-			ID: id, Medium: base.Medium(info.GetMedium()), Tier: base.Tier(info.GetTier()), Scope: base.Scope(info.GetScope()), //nolint:gosec // enums
-			Coherence: base.Coherence(info.GetCoherence()), CapacityBytes: info.GetCapacityBytes(), //nolint:gosec // enum
+			ID: id, Medium: medium, Tier: base.Tier(info.GetTier()), Scope: base.Scope(info.GetScope()), //nolint:gosec // enums
+			Coherence: coherence, CapacityBytes: info.GetCapacityBytes(),
 			LargestFreeBytes: info.GetLargestFreeBytes(), Online: info.GetState() == maruv1.PoolState_POOL_STATE_ONLINE,
 		})
 	}

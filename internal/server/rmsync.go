@@ -126,7 +126,7 @@ func (s *Server) watched(holders map[base.SessionID]struct{}) {
 		}
 		_, holds := holders[x.Session]
 		_, hasMemory := private[x.Session]
-		if bound, _ := s.bound.is(x.Session, nil); holds || hasMemory || bound {
+		if holds || hasMemory || s.bound.has(x.Session) {
 			continue
 		}
 		s.sessionGone(x.Session, directory.GoneDeregistered, "the resource manager has no hold of it any more")

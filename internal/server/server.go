@@ -42,6 +42,7 @@ type Server struct {
 	dir struct {
 		sync.RWMutex
 		*directory.Directory
+		closed bool // its memory is given back
 	}
 
 	sessions sessionTable
@@ -179,7 +180,8 @@ func listenUnix(path, name string) (*rpc.UnixListener, error) {
 
 // run starts the goroutines. Each ends with s.ctx or with its listener.
 func (s *Server) run() {
-	s.grpc = rpc.NewServer(rpc.Limits{MaxReceiveBytes: s.cfg.MaxControlMessageBytes}, rpc.WithLogger(s.log), rpc.WithCredentials(peer.ServerCredentials()),
+	s.grpc = rpc.NewServer(rpc.Limits{MaxReceiveBytes: s.cfg.MaxControlMessageBytes}, rpc.WithLogger(s.log),
+		rpc.WithCredentials(newBoundedCredentials(peer.ServerCredentials(), s.cfg.MaxControlConnectionCount)),
 		rpc.WithPanicMetric(s.metrics.rpc.Panic),
 		rpc.WithUnary(s.metrics.rpc.Unary, s.authorizeUnary), rpc.WithStream(s.metrics.rpc.Stream, s.authorizeStream),
 		// Without it Stop leaves handlers running, on a directory whose memory is gone.
@@ -250,7 +252,11 @@ func (s *Server) close(ctx context.Context) {
 		}
 	}
 	if s.dir.Directory != nil {
+		// A scrape that outlived its server's shutdown may still look.
+		s.dir.Lock()
+		s.dir.closed = true
 		_ = s.dir.Free()
+		s.dir.Unlock()
 	}
 	if s.state != nil {
 		_ = s.state.Close()

@@ -58,6 +58,7 @@ type Settings struct {
 	MaxTombstones          int    `yaml:"max_tombstones" help:"keys deleted before relisting is complete"`
 	MaxHotConnections      int    `yaml:"max_hot_connections" help:"hot connections of all sessions"`
 	MaxSessionConnections  int    `yaml:"max_session_connections" help:"hot connections of one session"`
+	MaxControlConnections  int    `yaml:"max_control_connections" help:"connections of the control plane"`
 	MaxControlMessageBytes int    `yaml:"max_control_message" help:"one message of the control plane"`
 
 	// DAXPath is the original's flag. It is known so that it gets an answer.
@@ -78,7 +79,7 @@ func DefaultSettings() Settings {
 		MaxRequestLeases: d.MaxRequestLeases, MaxRequests: d.MaxRequests, MaxOperations: d.MaxOperations, MaxOperationRows: d.MaxOperationRows,
 		MaxEvents: d.MaxEvents, MaxUnreachable: d.MaxUnreachable, MaxDeletes: d.MaxDeletes, MaxTombstones: d.MaxTombstones,
 		MaxHotConnections: c.MaxHotConnectionCount, MaxSessionConnections: c.MaxSessionConnectionCount,
-		MaxControlMessageBytes: 4 * hot.MaxPayloadBytes,
+		MaxControlConnections: c.MaxControlConnectionCount, MaxControlMessageBytes: 4 * hot.MaxPayloadBytes,
 	}
 }
 
@@ -103,7 +104,7 @@ func (s Settings) Config(w io.Writer, version string) (Config, error) {
 		TTL: s.TTL, Heartbeat: s.Heartbeat, Margin: s.Margin, HelloTimeout: s.HelloTimeout, FrameTimeout: s.FrameTimeout,
 		RMCallTimeout: s.RMCallTimeout, SweepInterval: s.SweepInterval,
 		MaxHotConnectionCount: s.MaxHotConnections, MaxSessionConnectionCount: s.MaxSessionConnections,
-		MaxControlMessageBytes: s.MaxControlMessageBytes,
+		MaxControlConnectionCount: s.MaxControlConnections, MaxControlMessageBytes: s.MaxControlMessageBytes,
 		Limits: directory.Limits{
 			MaxSessions: s.MaxSessions, MaxNamespaces: s.MaxNamespaces, MaxObjects: s.MaxObjects, MaxExtraReplicas: s.MaxExtraReplicas,
 			MaxRegions: s.MaxRegions, MaxRegionPages: s.MaxRegionPages, MaxPages: s.MaxPages, MaxLeases: s.MaxLeases,

@@ -113,9 +113,6 @@ func (c *usageCollector) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *usageCollector) Collect(ch chan<- prometheus.Metric) {
-	if c.server.ctx.Err() != nil {
-		return // the directory's memory may be gone
-	}
 	u := c.server.usage()
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
