@@ -40,6 +40,11 @@ RegionCallback = Callable[[int, int], None]
 # A fault that lasts is said once in this time for each operation.
 _LOG_INTERVAL_S = 10.0
 
+# How long delete waits for releases that are on their way.
+_RELEASE_WAITS_S = (0.001, 0.005, 0.02)
+
+_HIT = int(Verdict.HIT)  # comparing with an enum costs more than the key's probe
+
 _NOT_CONNECTED = "Not connected. Call connect() first."
 
 
@@ -360,7 +365,7 @@ class MaruHandler:
         except MaruError as e:
             self._say("exists", e)
             return [False] * n
-        return [v & 3 == Verdict.HIT for v in verdicts]
+        return [v & 3 == _HIT for v in verdicts]
 
     # --- pins and deletion ---
 
@@ -388,7 +393,7 @@ class MaruHandler:
     def _codes(self, op: str, n: int, call: Callable[[Client], array[int]]) -> list[bool]:
         client = self._open()
         try:
-            return [c == Code.OK for c in call(client)]
+            return [c == 0 for c in call(client)]
         except ClosedError:
             raise RuntimeError("Handler is closing") from None
         except MaruError as e:
@@ -398,9 +403,15 @@ class MaruHandler:
     def delete(self, key: KeyLike) -> bool:
         """Removes a key, whoever stored it. False when it is absent, pinned or viewed
         by anybody, or when the server did not finish in time: then it stays hidden."""
-        client = self._open()
+        client, packed = self._open(), opaque_key(key)
         try:
-            code = client.delete(opaque_key(key))[0]
+            code = client.delete(packed)[0]
+            for wait_s in _RELEASE_WAITS_S:
+                if code != Code.PINNED:
+                    break
+                # A view that was dropped a moment ago is released in the background.
+                time.sleep(wait_s)
+                code = client.delete(packed)[0]
         except ClosedError:
             raise RuntimeError("Handler is closing") from None
         except MaruError as e:
