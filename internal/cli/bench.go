@@ -2,6 +2,7 @@ package cli
 
 import (
 	"fmt"
+	"log/slog"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -33,5 +34,22 @@ func (t *tool) benchCommand() *cobra.Command {
 	}
 	cmd.Flags().BoolVar(&opt.Quick, "quick", false, "smaller and shorter: under 30 s, figures less exact")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print one JSON object")
+	cmd.AddCommand(t.benchProcessCommand())
 	return cmd
+}
+
+// benchProcessCommand is the body of a process of a benchmark: servers and clients
+// that are not to share a runtime with what measures them.
+func (t *tool) benchProcessCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: bench.Command + " KIND OPTIONS", Hidden: true, Args: cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			log, err := t.quiet()
+			if err != nil {
+				return err
+			}
+			slog.SetDefault(log)
+			return bench.RunProcess(cmd.Context(), args[0], args[1], cmd.InOrStdin(), cmd.OutOrStdout())
+		},
+	}
 }

@@ -1,0 +1,137 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+)
+
+// checkRows wants each prefix to begin the name of exactly want rows, and every row to
+// be a figure; timing is not judged.
+func checkRows(t *testing.T, r *Report, want map[string]int) {
+	t.Helper()
+	var out bytes.Buffer
+	if err := r.WriteJSON(&out); err != nil {
+		t.Fatal(err)
+	}
+	var decoded struct {
+		Bench string
+		Host  string
+		Rows  []map[string]any
+	}
+	if err := json.Unmarshal(out.Bytes(), &decoded); err != nil {
+		t.Fatalf("%v: %s", err, out.Bytes())
+	}
+	if decoded.Bench != r.Bench || decoded.Host == "" {
+		t.Errorf("bench %q, host %q", decoded.Bench, decoded.Host)
+	}
+	counts := map[string]int{}
+	seen := map[string]bool{}
+	for _, row := range decoded.Rows {
+		for _, field := range []string{"name", "value", "unit", "reference", "ratio", "target", "met"} {
+			if _, ok := row[field]; !ok {
+				t.Errorf("row %v has no %s", row["name"], field)
+			}
+		}
+		name, _ := row["name"].(string)
+		if seen[name] {
+			t.Errorf("two rows are called %q", name)
+		}
+		seen[name] = true
+		if v, ok := row["value"].(float64); !ok || v == 0 && !strings.HasPrefix(name, "idle") {
+			t.Errorf("row %q has value %v", name, row["value"])
+		}
+		if (row["target"] != "") != (row["met"] != nil) {
+			t.Errorf("row %q: target %q, met %v", name, row["target"], row["met"])
+		}
+		for prefix := range want {
+			if strings.HasPrefix(name, prefix) {
+				counts[prefix]++
+			}
+		}
+	}
+	for prefix, n := range want {
+		if counts[prefix] != n {
+			t.Errorf("%d rows begin with %q, want %d", counts[prefix], prefix, n)
+		}
+	}
+	var table bytes.Buffer
+	if err := r.WriteTable(&table); err != nil || !strings.Contains(table.String(), decoded.Rows[0]["name"].(string)) {
+		t.Errorf("table: %v\n%s", err, table.String())
+	}
+	if t.Failed() {
+		t.Log(table.String())
+	}
+}
+
+func testContext(t *testing.T) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func logged(t *testing.T) Options { return Options{Quick: true, Progress: t.Logf} }
+
+func TestMeta(t *testing.T) {
+	s := metaSizes{
+		objects: 3000, batch: 64, rounds: 20, small: 1000, large: 9000, clients: 2, perProbe: 16, turns: 1, turn: 20 * time.Millisecond,
+	}
+	r, err := s.run(testContext(t), logged(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkRows(t, r, map[string]int{
+		"acquire 64 of 3000, tcp, p50": 1, "acquire 64 of 3000, unix, p50": 1, "probe 64 of 3000, tcp, p50": 1, "probe 64 of 3000, unix, p50": 1,
+		"acquire 64 of 3000, unix, p99": 1, "grpc echo": 4, "probe 64 of 3000, Go client": 1, "retrieve 64 views": 1,
+		"probe throughput, 2 processes": 2, "server cpu of a key": 2,
+		"resident bytes of 9000 objects": 2, "acquire 64 of 9000 against of 1000": 2,
+	})
+}
+
+func TestRunRefusesUnknownNames(t *testing.T) {
+	if _, err := Run(testContext(t), "speed", Options{}); !errors.Is(err, base.ErrInvalid) || !strings.Contains(err.Error(), "meta") {
+		t.Errorf("%v", err)
+	}
+	var out bytes.Buffer
+	if err := RunProcess(testContext(t), "teapot", "{}", strings.NewReader(""), &out); !errors.Is(err, base.ErrInvalid) {
+		t.Errorf("%v", err)
+	}
+}
+
+// TestProcessFailure wants the child's own words in the parent's error.
+func TestProcessFailure(t *testing.T) {
+	_, err := startPart(testContext(t), "daemon", daemonOptions{Kind: "teapot"}, nil)
+	if err == nil || !strings.Contains(err.Error(), "teapot") {
+		t.Errorf("a process that cannot start: %v", err)
+	}
+	_, err = startPart(testContext(t), "prober", proberOptions{Server: "nowhere"}, nil)
+	if err == nil || !strings.Contains(err.Error(), "nowhere") {
+		t.Errorf("a client without a server: %v", err)
+	}
+}
+
+func TestEchoFrames(t *testing.T) {
+	for _, sizes := range [][2]int{{100, 5000}, {20000, 64}, {20, 16}} {
+		f := echoRequest(sizes[0], sizes[1])
+		if len(f) < sizes[0] {
+			t.Errorf("request of %d bytes, want %d", len(f), sizes[0])
+		}
+	}
+}
+
+func TestKeysOfObjectsDiffer(t *testing.T) {
+	seen := map[base.Key]uint64{}
+	for i := range uint64(100_000) {
+		k := keyOf(i)
+		if other, ok := seen[k]; ok {
+			t.Fatalf("objects %d and %d have one key", i, other)
+		}
+		seen[k] = i
+	}
+}

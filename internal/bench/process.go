@@ -1,0 +1,205 @@
+package bench
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"syscall"
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+)
+
+// Command is the hidden word behind `maru bench` that makes a process a part of a
+// benchmark: `maru bench process KIND OPTIONS`.
+const Command = "process"
+
+// part is what a process of a benchmark does. Orders come one at a time.
+type part interface {
+	// ready is the first line of the process: what the parent has to know.
+	ready() any
+	// do carries out one order and returns the answer.
+	do(ctx context.Context, order json.RawMessage) (any, error)
+	close() error
+}
+
+// parts are the kinds of processes. A child that gets no more orders ends.
+var parts = map[string]func(context.Context, json.RawMessage) (part, error){
+	"server":    startServerPart,
+	"prober":    startProberPart,
+	"directory": startDirectoryPart,
+	"daemon":    startDaemonPart,
+}
+
+// answer is one line of a process.
+type answer struct {
+	Error string          `json:"error,omitempty"`
+	Value json.RawMessage `json:"value,omitempty"`
+}
+
+// maxLineBytes bounds a line between the processes: some thousand durations.
+const maxLineBytes = 16 << 20
+
+// RunProcess is the body of a process of a benchmark. It ends with its input.
+func RunProcess(ctx context.Context, kind, options string, in io.Reader, out io.Writer) error {
+	start := parts[kind]
+	if start == nil {
+		return fmt.Errorf("%w: no process of a benchmark is called %q", base.ErrInvalid, kind)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	encode := json.NewEncoder(out)
+	say := func(v any, err error) error {
+		var a answer
+		if err != nil {
+			a.Error = err.Error()
+		} else if a.Value, err = json.Marshal(v); err != nil {
+			return err
+		}
+		return encode.Encode(a)
+	}
+	p, err := start(ctx, json.RawMessage(options))
+	if err != nil {
+		return say(nil, err)
+	}
+	if err := say(p.ready(), nil); err != nil {
+		return errors.Join(err, p.close())
+	}
+	lines := bufio.NewScanner(in)
+	lines.Buffer(nil, maxLineBytes)
+	for lines.Scan() && ctx.Err() == nil {
+		if err := say(p.do(ctx, json.RawMessage(lines.Bytes()))); err != nil {
+			return errors.Join(err, p.close())
+		}
+	}
+	return errors.Join(lines.Err(), p.close())
+}
+
+// process is a child and the pipes to it.
+type process struct {
+	name  string
+	cmd   *exec.Cmd
+	in    io.WriteCloser
+	lines *bufio.Scanner
+	log   *tail
+}
+
+// startPart starts a process of a kind and waits for its first line.
+func startPart(ctx context.Context, kind string, options, ready any) (*process, error) {
+	program, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	text, err := json.Marshal(options)
+	if err != nil {
+		return nil, err
+	}
+	return startProcess(ctx, kind, exec.CommandContext(ctx, program, "bench", Command, kind, string(text)), ready) //nolint:gosec // this program itself
+}
+
+// startProcess starts a program that speaks in lines.
+func startProcess(ctx context.Context, name string, cmd *exec.Cmd, ready any) (*process, error) {
+	p := &process{name: name, cmd: cmd, log: &tail{}}
+	cmd.Stderr = p.log
+	// Ctrl-C reaches the whole group; the children end when their input ends.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.WaitDelay = 5 * time.Second
+	var err error
+	if p.in, err = cmd.StdinPipe(); err != nil {
+		return nil, err
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	p.lines = bufio.NewScanner(out)
+	p.lines.Buffer(nil, maxLineBytes)
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("bench: start process %s: %w", name, err)
+	}
+	if err := p.answer(ready); err != nil {
+		p.kill()
+		return nil, err
+	}
+	return p, nil
+}
+
+// send gives an order.
+func (p *process) send(order any) error {
+	b, err := json.Marshal(order)
+	if err != nil {
+		return err
+	}
+	if _, err := p.in.Write(append(b, '\n')); err != nil {
+		return p.failure(err)
+	}
+	return nil
+}
+
+// answer reads one answer.
+func (p *process) answer(value any) error {
+	if !p.lines.Scan() {
+		err := p.lines.Err()
+		if err == nil {
+			err = io.ErrUnexpectedEOF
+		}
+		return p.failure(err)
+	}
+	var a answer
+	if err := json.Unmarshal(p.lines.Bytes(), &a); err != nil {
+		return p.failure(fmt.Errorf("answer %.80q: %w", p.lines.Bytes(), err))
+	}
+	if a.Error != "" {
+		return fmt.Errorf("%w: process %s: %s", base.ErrInternal, p.name, a.Error)
+	}
+	if value == nil {
+		return nil
+	}
+	return json.Unmarshal(a.Value, value)
+}
+
+// call gives an order and reads the answer.
+func (p *process) call(order, value any) error {
+	if err := p.send(order); err != nil {
+		return err
+	}
+	return p.answer(value)
+}
+
+func (p *process) failure(err error) error {
+	return fmt.Errorf("bench: process %s: %w\n%s", p.name, err, p.log)
+}
+
+// close ends the process in order.
+func (p *process) close() error {
+	_ = p.in.Close()
+	for p.lines.Scan() { // what it still says
+	}
+	if err := p.cmd.Wait(); err != nil {
+		return p.failure(err)
+	}
+	return nil
+}
+
+// kill ends the process at once.
+func (p *process) kill() {
+	_ = p.cmd.Process.Kill()
+	_ = p.in.Close()
+	_ = p.cmd.Wait()
+}
+
+// closeAll ends processes, the last first, and keeps the first error.
+func closeAll(ps ...*process) error {
+	var errs []error
+	for i := len(ps) - 1; i >= 0; i-- {
+		if ps[i] != nil {
+			errs = append(errs, ps[i].close())
+		}
+	}
+	return errors.Join(errs...)
+}
