@@ -20,6 +20,7 @@ var version = "dev" // set by the linker
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends the process at once
 	s := rm.DefaultSettings()
 	cmd := &cobra.Command{
 		Use: "maru-resource-manager", Short: "Allocates regions of CXL memory pools and keeps who maps them", Version: version,

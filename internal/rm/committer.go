@@ -51,6 +51,13 @@ func (s *Server) do(ctx context.Context, j *job) error {
 		return j.err
 	case <-ctx.Done():
 		return ctx.Err()
+	case <-s.committed: // it was queued behind the committer's last look
+		select {
+		case <-j.done:
+			return j.err
+		default:
+			return errClosing()
+		}
 	}
 }
 
@@ -131,6 +138,7 @@ func (s *Server) runBatch(batch []*job) error {
 	slotErr := s.flushSlots()
 	events := s.pending.Events()
 	s.pending = &core.Batch{}
+	s.glance.Store(s.takeGlance(nil)) // before the answers: who was answered sees it
 	for _, j := range waiting {
 		if j.err == nil {
 			j.err = slotErr
@@ -144,7 +152,6 @@ func (s *Server) runBatch(batch []*job) error {
 			s.log.Info("mapper is gone", "session", e.Session, "proof", string(e.Proof))
 		}
 	}
-	s.glance.Store(s.takeGlance(nil))
 	return nil
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/xcena-dev/maru/internal/poolfmt"
 	"github.com/xcena-dev/maru/internal/rm/core"
 	"github.com/xcena-dev/maru/internal/settings"
+	"github.com/xcena-dev/maru/internal/store"
 )
 
 // Defaults of the program.
@@ -54,6 +55,8 @@ type Config struct {
 	LockTimeout time.Duration
 	Logger      *slog.Logger
 	Version     string // of the program, for Describe
+
+	wrapStore func(store.Store) store.Store // for tests: a store that fails
 }
 
 // Discovery says whether devices are looked for in sysfs.

@@ -4,6 +4,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
+	"io/fs"
+	"os"
 
 	"golang.org/x/sys/unix"
 
@@ -30,17 +33,30 @@ type device struct {
 	m       *mapping.Mapping
 	persist persist
 	pool    base.PoolID
+	origin  origin
 }
+
+// origin says whether a pool's file was there before.
+type origin uint8
+
+const (
+	originFound origin = iota
+	originMade         // by openDevice: it holds nothing, and need not be looked through
+)
 
 // openDevice opens a pool's path, locked against other resource managers, and
 // maps all of it. Errors: those of dax.Open and Map, ErrUnsupported.
 func openDevice(p PoolSpec, sysfs string, overcommit bool) (*device, error) {
 	o := dax.OpenOptions{SizeBytes: p.SizeBytes, Create: p.SizeBytes != 0, Lock: dax.LockExclusive, SysfsRoot: sysfs, Overcommit: overcommit}
+	_, statErr := os.Lstat(p.Path)
 	f, err := dax.Open(p.Path, p.Kind, o)
 	if err != nil {
 		return nil, err
 	}
 	d := &device{file: f}
+	if o.Create && errors.Is(statErr, fs.ErrNotExist) {
+		d.origin = originMade
+	}
 	size := poolfmt.DataOffset + poolfmt.UsableBytes(f.SizeBytes())
 	if f.SizeBytes() < poolfmt.DataOffset+poolfmt.Alignment {
 		_ = f.Close()
@@ -191,18 +207,66 @@ func (d *device) writeBack(r core.Region) error {
 	return errors.Join(faultErr, err)
 }
 
-// isBlank reports whether a file that carries no header holds nothing: its first
-// 2 MiB and the start of each unit behind are zero. Anything else is somebody's.
+// isBlank reports whether a device that carries no header holds nothing: its
+// first 2 MiB and the start of each unit behind are zero. Anything else is
+// somebody's.
 func (d *device) isBlank() (bool, error) {
+	if d.file.Kind() != dax.KindDevdax && d.origin == originFound {
+		return fileIsBlank(d.file.Path())
+	}
 	blank := true
 	err := d.m.Guard(func() {
 		b := d.m.Bytes()
-		blank = allZero(b[:poolfmt.DataOffset])
+		if blank = allZero(b[:poolfmt.DataOffset]); d.origin == originMade {
+			return
+		}
 		for at := poolfmt.DataOffset; blank && at < len(b); at += poolfmt.Alignment {
 			blank = allZero(b[at:min(at+poolfmt.TableAlignment, len(b))])
 		}
 	})
 	return blank, err
+}
+
+// fileIsBlank is isBlank for files. It asks the file system for the parts that
+// were ever written: a map would read every untouched page of a new file.
+func fileIsBlank(path string) (bool, error) {
+	failed := func(err error) error {
+		return fmt.Errorf("%w: looking for data in %s: %w", base.ErrUnavailable, path, err)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return false, failed(err)
+	}
+	defer func() { _ = f.Close() }()
+	buf := make([]byte, poolfmt.TableAlignment)
+	at := int64(0)
+	for {
+		from, err := unix.Seek(int(f.Fd()), at, unix.SEEK_DATA)
+		if errors.Is(err, unix.ENXIO) {
+			return true, nil // nothing but holes behind
+		}
+		if err != nil {
+			return false, failed(err)
+		}
+		to, err := unix.Seek(int(f.Fd()), from, unix.SEEK_HOLE)
+		if err != nil {
+			return false, failed(err)
+		}
+		for at = from / poolfmt.TableAlignment * poolfmt.TableAlignment; at < to; {
+			n, err := f.ReadAt(buf, at)
+			if err != nil && !errors.Is(err, io.EOF) {
+				return false, failed(err)
+			}
+			if !allZero(buf[:n]) {
+				return false, nil
+			}
+			at += poolfmt.TableAlignment
+			if at >= poolfmt.DataOffset && at%poolfmt.Alignment != 0 {
+				at = (at/poolfmt.Alignment + 1) * poolfmt.Alignment
+			}
+		}
+		at = to
+	}
 }
 
 func allZero(b []byte) bool {

@@ -98,8 +98,9 @@ func (s *service) WatchOwner(req *maruv1.WatchOwnerRequest, stream grpc.ServerSt
 	}
 	var w *watch[*maruv1.OwnerEvent]
 	snapshot := &maruv1.Snapshot{}
-	// Registered in the same step as the snapshot is taken, so that nothing falls between.
-	err := s.do(stream.Context(), &job{run: func(*core.Batch) (err error) {
+	// Registered in the same step as the snapshot is taken, so that nothing falls
+	// between. The job is waited for even if the caller leaves: it gives a watch.
+	err := s.do(context.WithoutCancel(stream.Context()), &job{run: func(*core.Batch) (err error) {
 		if err := s.core.Current(id, incarnation); err != nil {
 			return err
 		}
@@ -129,7 +130,7 @@ func (s *service) WatchSession(req *maruv1.WatchSessionRequest, stream grpc.Serv
 	caller := s.caller(stream.Context(), base.NodeID{}, base.BootID{})
 	var w *watch[*maruv1.SessionRegionEvent]
 	var draining []core.Region
-	err := s.do(stream.Context(), &job{run: func(*core.Batch) (err error) {
+	err := s.do(context.WithoutCancel(stream.Context()), &job{run: func(*core.Batch) (err error) {
 		if err := s.core.SessionPeer(id, caller); err != nil {
 			return err
 		}

@@ -3,6 +3,7 @@ package rm
 import (
 	"context"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -138,5 +139,28 @@ func TestLifeOverRestart(t *testing.T) {
 	d, err := c.Describe(ctxOf(t), &maruv1.DescribeRequest{})
 	if err != nil || len(d.GetPools()) != 1 || d.GetPools()[0].GetAllocatedBytes() != 0 {
 		t.Fatalf("%v, %v", d, err)
+	}
+}
+
+func readFile(t testing.TB, path string) []byte {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func writeFileAt(t testing.TB, path string, at int64, b []byte) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err == nil {
+		_, err = f.WriteAt(b, at)
+	}
+	if err == nil {
+		err = f.Close()
+	}
+	if err != nil {
+		t.Fatal(err)
 	}
 }

@@ -58,8 +58,12 @@ func (s *service) StartOwner(ctx context.Context, req *maruv1.StartOwnerRequest)
 	in.Node, in.Boot, in.Process = caller.Node, caller.Boot, caller.Process
 	var out core.Started
 	err := s.do(ctx, &job{
-		run:    func(b *core.Batch) (err error) { out, err = s.core.StartOwner(b, nowMS(), in); return err },
-		device: func() error { s.watch(ctx, in.Process); return nil },
+		run: func(b *core.Batch) (err error) {
+			if out, err = s.core.StartOwner(b, nowMS(), in); err == nil {
+				s.watch(ctx, in.Process)
+			}
+			return err
+		},
 	})
 	if err != nil {
 		return nil, err
@@ -183,14 +187,19 @@ func (s *service) Hold(ctx context.Context, req *maruv1.HoldRequest) (*maruv1.Ho
 	}
 	var out core.Held
 	err := s.do(ctx, &job{
-		run: func(b *core.Batch) (err error) { out, err = s.core.Hold(b, nowMS(), in); return err },
+		run: func(b *core.Batch) (err error) {
+			// Watched from here on, also if the commit fails: the hold stays pending then.
+			if out, err = s.core.Hold(b, nowMS(), in); err == nil {
+				s.watch(ctx, in.Peer.Process)
+			}
+			return err
+		},
 		device: func() error {
 			for _, r := range out.Prepare {
 				if err := s.prepare(r); err != nil {
 					return err
 				}
 			}
-			s.watch(ctx, in.Peer.Process)
 			return nil
 		},
 	})
@@ -208,7 +217,7 @@ func (s *service) Unhold(ctx context.Context, req *maruv1.UnholdRequest) (*maruv
 	var x ids
 	in := core.Unhold{
 		Session: x.must("session_id", req.GetSessionId()), Sequence: req.GetSequence(), Handles: x.handles(req.GetHandles()),
-		Token: req.GetHoldToken(), Peer: s.caller(ctx, base.NodeID{}, base.BootID{}),
+		Token: req.GetHoldToken(), Nonce: base.NewID(), Peer: s.caller(ctx, base.NodeID{}, base.BootID{}),
 	}
 	if x.err != nil {
 		return nil, x.err
@@ -216,6 +225,9 @@ func (s *service) Unhold(ctx context.Context, req *maruv1.UnholdRequest) (*maruv
 	out := &maruv1.UnholdResponse{}
 	err := s.do(ctx, &job{run: func(b *core.Batch) error {
 		freed, err := s.core.Unhold(b, nowMS(), in)
+		if err == nil {
+			s.watch(ctx, in.Peer.Process) // it may have bound the session
+		}
 		for _, id := range freed {
 			out.FreedRegionIds = append(out.FreedRegionIds, uint32(id))
 		}

@@ -42,7 +42,8 @@ func (s *Server) caller(ctx context.Context, node base.NodeID, boot base.BootID)
 }
 
 // watch watches a process from now on; one that has ended meanwhile is reported
-// at once. It is called after the process is on record, so that no end is missed.
+// at once. The committer calls it after the process is on record in the core, so
+// that no end is missed: word of it is taken by a later batch.
 func (s *Server) watch(ctx context.Context, p core.ProcessID) {
 	if p.IsZero() {
 		return

@@ -117,13 +117,7 @@ func (c *Core) hold(b *Batch, now int64, req Hold) (Held, error) {
 	// The node is believed only now: who calls has capabilities.
 	c.noteBoot(b, req.Peer.Node, req.Peer.Boot)
 	if !known {
-		s = &session{
-			row: sessionRow{
-				ID: req.Session, Node: req.Peer.Node, Boot: req.Peer.Boot, Process: req.Peer.Process,
-				AgentEpoch: req.AgentEpoch, Nonce: req.Nonce, Reason: req.Peer.Reason,
-			},
-			rows: map[base.RegionID]*holdRow{},
-		}
+		s = newSession(req.Session, req.Peer, req.Nonce)
 		c.sessions[req.Session] = s
 	}
 	if !known || s.row.Server != req.Server || len(req.AgentEpoch) > 0 && !bytes.Equal(s.row.AgentEpoch, req.AgentEpoch) {
@@ -221,25 +215,34 @@ func (c *Core) OnRecord(id base.SessionID, handles []Handle) []base.RegionID {
 type Unhold struct {
 	Session  base.SessionID
 	Sequence uint64
-	Handles  []Handle // tokens may be empty
-	Token    []byte   // hold token, in place of the process
+	Handles  []Handle           // tokens may be empty
+	Token    []byte             // hold token, in place of the process
+	Nonce    [base.IDBytes]byte // 128 fresh random bits from the shell
 	Peer     Peer
 }
 
 // Unhold ends holds and returns the draining regions whose last hold it was.
 // The recorded sequence again succeeds. A region that is gone, or that this
 // session never held, is success: the sequence is remembered, so that a hold
-// that was sent before and arrives later changes nothing. Errors: ErrInvalid,
-// ErrDenied, ErrStale, ErrLimit.
+// that was sent before and arrives later changes nothing. A session that is not
+// known yet is bound for that only by valid capabilities: its id is no secret.
+// Errors: ErrInvalid, ErrDenied, ErrStale, ErrLimit.
 func (c *Core) Unhold(b *Batch, now int64, req Unhold) ([]base.RegionID, error) {
 	if err := c.checkHoldList(req.Session, req.Sequence, req.Handles); err != nil {
 		return nil, err
 	}
 	s, ok := c.sessions[req.Session]
 	if !ok {
-		return nil, nil
-	}
-	if token := c.holdToken(&s.row); !hmac.Equal(req.Token, token[:]) {
+		if !c.allResolve(req.Handles) {
+			return nil, nil
+		}
+		if len(c.sessions) >= c.limits.MaxSessionCount || c.holdCount+len(req.Handles) > c.limits.MaxHoldCount {
+			return nil, fmt.Errorf("%w: %d sessions and %d holds are recorded, the settings max_session_count and max_hold_count allow no more", base.ErrLimit, len(c.sessions), c.holdCount)
+		}
+		s = newSession(req.Session, req.Peer, req.Nonce)
+		c.sessions[req.Session] = s
+		c.putSession(b, s)
+	} else if token := c.holdToken(&s.row); !hmac.Equal(req.Token, token[:]) {
 		if len(req.Token) > 0 {
 			return nil, fmt.Errorf("%w: session %s: the hold token is not this session's", base.ErrDenied, req.Session)
 		}
@@ -287,6 +290,29 @@ func (c *Core) Unhold(b *Batch, now int64, req Unhold) ([]base.RegionID, error) 
 		c.freeExtent(b, c.regions[id])
 	}
 	return freed, nil
+}
+
+// allResolve reports whether there are regions in a list and every one that
+// exists comes with a valid capability.
+func (c *Core) allResolve(handles []Handle) bool {
+	any := false
+	for _, h := range handles {
+		if _, ok := c.regions[h.Region]; !ok {
+			continue
+		}
+		if _, err := c.resolve(h, accessRead); err != nil {
+			return false
+		}
+		any = true
+	}
+	return any
+}
+
+func newSession(id base.SessionID, p Peer, nonce [base.IDBytes]byte) *session {
+	return &session{
+		row:  sessionRow{ID: id, Node: p.Node, Boot: p.Boot, Process: p.Process, Nonce: nonce, Reason: p.Reason},
+		rows: map[base.RegionID]*holdRow{},
+	}
 }
 
 // setRow records what a session's newest sequence for a region did.

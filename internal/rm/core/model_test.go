@@ -219,7 +219,15 @@ func (m *model) unhold(s base.SessionID, p ProcessID, token bool, seq uint64, ri
 	bound, ok := m.sessions[s]
 	switch {
 	case !ok:
-		return base.CodeOK
+		exists := false
+		for _, rid := range rids {
+			_, known := m.regions[rid]
+			exists = exists || known
+		}
+		if !exists {
+			return base.CodeOK
+		}
+		m.sessions[s] = p
 	case !token && (bound.IsZero() || bound != p):
 		return base.CodeDenied
 	}

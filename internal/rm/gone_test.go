@@ -1,0 +1,285 @@
+package rm
+
+import (
+	"errors"
+	"io"
+	"testing"
+	"time"
+
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/poolfmt"
+)
+
+func (o owner) hold(session []byte, sequence uint64, handles ...*maruv1.RegionHandle) *maruv1.HoldRequest {
+	return &maruv1.HoldRequest{SessionId: session, ServerId: o.id, OwnerIncarnation: o.inc, Sequence: sequence, Handles: handles}
+}
+
+// next gets an event within a deadline.
+func next[E any](t *testing.T, recv func() (E, error)) E {
+	t.Helper()
+	type result struct {
+		e   E
+		err error
+	}
+	ch := make(chan result, 1)
+	go func() { e, err := recv(); ch <- result{e, err} }()
+	select {
+	case r := <-ch:
+		if r.err != nil {
+			t.Fatal(r.err)
+		}
+		return r.e
+	case <-time.After(10 * time.Second):
+		t.Fatal("no event")
+		panic("unreachable")
+	}
+}
+
+// A killed mapper is proved gone by its pidfd: what it held and drains is free,
+// and the owner hears of it.
+func TestMapperIsKilled(t *testing.T) {
+	f := newFixture(t)
+	s := f.start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	a, b := o.allocate(t, c, 1), o.allocate(t, c, 2)
+	session := newID()
+	m := startMapper(t, s, o.hold(session, 1, a.GetHandle(), b.GetHandle()))
+	events, err := c.WatchOwner(ctxOf(t), &maruv1.WatchOwnerRequest{OwnerId: o.id, Incarnation: o.inc})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if snap := next(t, events.Recv).GetSnapshot(); snap == nil || len(snap.GetSessions()) != 1 {
+		t.Fatalf("snapshot: %v", snap)
+	}
+	if _, err := c.Unhold(ctxOf(t), &maruv1.UnholdRequest{SessionId: session, Sequence: 2, Handles: []*maruv1.RegionHandle{a.GetHandle()}}); !errors.Is(err, base.ErrDenied) {
+		t.Errorf("another process unholds: %v", err)
+	}
+	if r, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()}); err != nil || !r.GetDraining() {
+		t.Fatalf("%v, %v", r, err)
+	}
+	if _, err := c.Hold(ctxOf(t), o.hold(newID(), 1, a.GetHandle())); !errors.Is(err, base.ErrDraining) {
+		t.Errorf("hold of a draining region: %v", err)
+	}
+	m.kill()
+	gone := next(t, events.Recv).GetSessionGone()
+	if gone == nil || string(gone.GetSessionId()) != string(session) || gone.GetProof() != "pidfd" {
+		t.Fatalf("%v", gone)
+	}
+	if freed := next(t, events.Recv).GetRegionFreed(); freed == nil || freed.GetRegionId() != a.GetHandle().GetRegionId() {
+		t.Fatalf("%v", freed)
+	}
+	if holds, err := c.ListHolds(ctxOf(t), &maruv1.ListHoldsRequest{}); err != nil || len(holds.GetHolds()) != 0 {
+		t.Errorf("%v, %v", holds, err)
+	}
+	// A newer incarnation fences: the stream says so and ends.
+	o2 := startOwner(t, c, o.id)
+	if e := next(t, events.Recv).GetFenced(); e == nil || e.GetIncarnation() != o2.inc {
+		t.Fatalf("%v", e)
+	}
+	if _, err := events.Recv(); !errors.Is(err, base.ErrFenced) && !errors.Is(err, io.EOF) {
+		t.Errorf("after the fence: %v", err)
+	}
+	if _, err := c.Allocate(ctxOf(t), o.request(9)); !errors.Is(err, base.ErrFenced) {
+		t.Errorf("the older incarnation allocates: %v", err)
+	}
+	if _, err := c.Hold(ctxOf(t), o.hold(newID(), 1, b.GetHandle())); !errors.Is(err, base.ErrFenced) {
+		t.Errorf("a hold for the older incarnation: %v", err)
+	}
+}
+
+// A mapper that dies while the resource manager is away is found dead at its
+// start; one that lives is watched again.
+func TestMapperOverRestart(t *testing.T) {
+	f := newFixture(t)
+	s := f.start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	a, b := o.allocate(t, c, 1), o.allocate(t, c, 2)
+	dead, alive := newID(), newID()
+	md := startMapper(t, s, o.hold(dead, 1, a.GetHandle()))
+	ma := startMapper(t, s, o.hold(alive, 1, b.GetHandle()))
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	md.kill()
+	s = f.start()
+	c = client(t, over(s))
+	waitHolds := func(want int) []*maruv1.HoldInfo {
+		t.Helper()
+		for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+			holds, err := c.ListHolds(ctxOf(t), &maruv1.ListHoldsRequest{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(holds.GetHolds()) == want {
+				return holds.GetHolds()
+			}
+			if time.Now().After(deadline) {
+				t.Fatalf("%d holds, want %d", len(holds.GetHolds()), want)
+			}
+		}
+	}
+	if h := waitHolds(1); string(h[0].GetSessionId()) != string(alive) || !h[0].GetProvable() {
+		t.Fatalf("%v", h)
+	}
+	ma.kill()
+	waitHolds(0)
+}
+
+func TestSessionIsToldToDrain(t *testing.T) {
+	f := newFixture(t)
+	s := f.start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	a, b := o.allocate(t, c, 1), o.allocate(t, c, 2)
+	session := newID()
+	if _, err := c.Hold(ctxOf(t), o.hold(session, 1, a.GetHandle(), b.GetHandle())); err != nil {
+		t.Fatal(err)
+	}
+	free := func(h *maruv1.RegionHandle) {
+		t.Helper()
+		if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: h}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	free(a.GetHandle())
+	w, err := c.WatchSession(ctxOf(t), &maruv1.WatchSessionRequest{SessionId: session})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if e := next(t, w.Recv); e.GetRegionId() != a.GetHandle().GetRegionId() || !e.GetDraining() {
+		t.Errorf("before the watch: %v", e)
+	}
+	free(b.GetHandle())
+	if e := next(t, w.Recv); e.GetRegionId() != b.GetHandle().GetRegionId() {
+		t.Errorf("%v", e)
+	}
+}
+
+func TestDomainProof(t *testing.T) {
+	f := newFixture(t)
+	s := f.start()
+	c := client(t, over(s))
+	pool := s.glance.Load().pools[0].ID
+	session := newID()
+	start := func(session []byte) *maruv1.StartDomainProofResponse {
+		t.Helper()
+		r, err := c.StartDomainProof(ctxOf(t), &maruv1.StartDomainProofRequest{SessionId: session, PoolId: pool[:]})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	proved := func() int {
+		t.Helper()
+		r, err := c.CheckDomainProof(ctxOf(t), &maruv1.CheckDomainProofRequest{SessionId: session, PoolIds: [][]byte{pool[:]}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(r.GetProvedPoolIds())
+	}
+	finish := func(slot uint32, nonce []byte) error {
+		_, err := c.FinishDomainProof(ctxOf(t), &maruv1.FinishDomainProofRequest{SessionId: session, PoolId: pool[:], Slot: slot, Nonce: nonce})
+		return err
+	}
+	d := start(session)
+	if err := finish(d.GetSlot(), make([]byte, 32)); !errors.Is(err, base.ErrDenied) || proved() != 0 {
+		t.Errorf("a wrong nonce: %v", err)
+	}
+	if err := finish(d.GetSlot(), make([]byte, 32)); !errors.Is(err, base.ErrStale) {
+		t.Errorf("a second guess: %v", err)
+	}
+	d = start(session)
+	info, err := ShowDevice(t.Context(), DeviceOptions{Path: d.GetPath()})
+	if err != nil || info.Header.Pool != pool {
+		t.Fatalf("%+v, %v", info, err)
+	}
+	b := readFile(t, d.GetPath())[poolfmt.NonceOffset(d.GetSlot()):]
+	n, err := poolfmt.DecodeNonce(b, pool)
+	if err != nil || string(n.Session[:]) != string(session) {
+		t.Fatalf("%+v, %v", n, err)
+	}
+	if err := finish(d.GetSlot(), n.Value[:]); err != nil || proved() != 1 {
+		t.Errorf("the right nonce: %v, proved %d", err, proved())
+	}
+	if err := finish(d.GetSlot(), n.Value[:]); !errors.Is(err, base.ErrStale) {
+		t.Errorf("a replay: %v", err)
+	}
+	for range poolfmt.NonceSlotCount {
+		start(newID())
+	}
+	if _, err := c.StartDomainProof(ctxOf(t), &maruv1.StartDomainProofRequest{SessionId: newID(), PoolId: pool[:]}); !errors.Is(err, base.ErrBusy) {
+		t.Errorf("more mappers than slots: %v", err)
+	}
+}
+
+// Records: the owner reads and clears them once the writer cannot write any more.
+func TestRecords(t *testing.T) {
+	f := newFixture(t)
+	s := f.start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	a := o.allocate(t, c, 1)
+	writer := o.id // request() says so
+	if _, err := c.Hold(ctxOf(t), o.hold(writer, 1, a.GetHandle())); err != nil {
+		t.Fatal(err)
+	}
+	pool := base.PoolID(a.GetHandle().GetPoolId())
+	file := f.cfg.Pools[0].Path
+	at := poolfmt.Place{Pool: pool, Region: base.RegionID(a.GetHandle().GetRegionId()), Page: 3}
+	p := a.GetPlace()
+	line := int64(p.GetOffset() + p.GetTableOffset())
+	r, err := poolfmt.DecodeRegion(readFile(t, file)[line:], pool)
+	if err != nil || r.PageCount != 16 || uint32(r.Region) != a.GetHandle().GetRegionId() {
+		t.Fatalf("region line: %+v, %v", r, err)
+	}
+	rec := make([]byte, poolfmt.RecordBytes)
+	if err := poolfmt.EncodeRecord(rec, at, poolfmt.Record{Order: 7, Key: base.Key{1}, Incarnation: r.Incarnation, Length: 5}); err != nil {
+		t.Fatal(err)
+	}
+	writeFileAt(t, file, line+poolfmt.RegionLineBytes+3*poolfmt.RecordBytes, rec)
+
+	read := func() (*maruv1.ReadRecordsResponse, error) {
+		return c.ReadRecords(ctxOf(t), &maruv1.ReadRecordsRequest{OwnerId: o.id, Incarnation: o.inc, PoolId: pool[:], RegionId: uint32(at.Region), PageCount: 16})
+	}
+	clearPages := func(pages ...uint64) error {
+		_, err := c.ClearRecords(ctxOf(t), &maruv1.ClearRecordsRequest{OwnerId: o.id, Incarnation: o.inc, PoolId: pool[:], RegionId: uint32(at.Region), Pages: pages})
+		return err
+	}
+	if _, err := read(); !errors.Is(err, base.ErrBusy) {
+		t.Errorf("records of a live writer: %v", err)
+	}
+	if err := clearPages(3); !errors.Is(err, base.ErrBusy) {
+		t.Errorf("clearing under a live writer: %v", err)
+	}
+	if _, err := c.Unhold(ctxOf(t), &maruv1.UnholdRequest{SessionId: writer, Sequence: 2, Handles: []*maruv1.RegionHandle{a.GetHandle()}}); err != nil {
+		t.Fatal(err)
+	}
+	got, err := read()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if x, found, err := poolfmt.DecodeRecord(got.GetRecords()[3*poolfmt.RecordBytes:], at); err != nil || !found || x.Order != 7 {
+		t.Fatalf("%+v, %v, %v", x, found, err)
+	}
+	if err := clearPages(16); !errors.Is(err, base.ErrInvalid) {
+		t.Errorf("a page out of bounds: %v", err)
+	}
+	if err := clearPages(3); err != nil {
+		t.Fatal(err)
+	}
+	if got, err = read(); err != nil {
+		t.Fatal(err)
+	}
+	if _, found, err := poolfmt.DecodeRecord(got.GetRecords()[3*poolfmt.RecordBytes:], at); found || err != nil {
+		t.Errorf("the mark is there after clearing: %v", err)
+	}
+	// An allocation that is retried after mapping does not touch the table.
+	writeFileAt(t, file, line+poolfmt.RegionLineBytes+3*poolfmt.RecordBytes, rec)
+	o.allocate(t, c, 1)
+	if got, err = read(); err != nil || got.GetRecords()[3*poolfmt.RecordBytes] != 7 {
+		t.Errorf("a retry zeroed the table of a mapped region: %v", err)
+	}
+}
