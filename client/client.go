@@ -61,6 +61,7 @@ type Client struct {
 		pools map[uint32]pool
 		// unprepared: memory that this configuration wants is not there yet.
 		unprepared    bool
+		unproved      bool            // pools came since the domains were proved
 		segmentRegion []base.RegionID // per cpu segment; 0: none
 		corrupt       []base.Key      // to be deleted
 		workers       []Worker
@@ -90,10 +91,14 @@ type Client struct {
 	count       counters
 	notProvable sync.Once
 
+	// closing counts the calls that run, so that Close waits for them. No call waits for
+	// another, so that a callback (OnRegion) can call the client.
 	closing struct {
-		sync.RWMutex // held for reading by every call
-		state        closeState
-		err          error
+		sync.Mutex
+		state closeState
+		calls int
+		idle  chan struct{} // closed when calls is 0 after Close has begun
+		done  chan struct{} // closed when Close has ended
 	}
 }
 
@@ -102,7 +107,6 @@ type closeState uint8
 const (
 	isOpen closeState = iota
 	isClosing
-	isClosed
 )
 
 // Open registers a session. Errors: ErrInvalid, ErrMismatch, ErrLimit and the like for a
@@ -122,6 +126,7 @@ func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Cli
 	}
 	c.resolve()
 	c.log = c.cfg.Logger.With("session", c.id.String(), "instance", c.cfg.InstanceID)
+	c.closing.idle, c.closing.done = make(chan struct{}), make(chan struct{})
 	c.manager.client = c
 	c.mu.core = session.New(session.Config{Session: c.id})
 	c.mu.layouts = map[LayoutID]*layout{}
@@ -240,7 +245,7 @@ func (c *Client) abandon() {
 	c.cancel()
 	if l := c.link.Load(); l != nil {
 		c.leaveMemory()
-		c.say(l, &maruv1.CloseRequest{Drained: true})
+		_ = c.say(context.Background(), l, &maruv1.CloseRequest{Drained: true})
 		l.close()
 	}
 	c.transfers.stop()
@@ -255,8 +260,8 @@ func (c *Client) abandon() {
 }
 
 // say ends the session at the server, as far as it can be reached.
-func (c *Client) say(l *link, req *maruv1.CloseRequest) error {
-	ctx, cancel := context.WithTimeout(l.authorize(context.Background()), c.cfg.RPCTimeout)
+func (c *Client) say(ctx context.Context, l *link, req *maruv1.CloseRequest) error {
+	ctx, cancel := context.WithTimeout(l.authorize(ctx), c.cfg.RPCTimeout)
 	defer cancel()
 	_, err := l.api.Close(ctx, req)
 	return err
@@ -285,34 +290,54 @@ func (c *Client) leaveMemory() {
 
 // enter begins a call; leave ends it. Errors: ErrClosed, and the context's.
 func (c *Client) enter(ctx context.Context) error {
-	c.closing.RLock()
-	if c.closing.state != isOpen {
-		c.closing.RUnlock()
-		return fmt.Errorf("%w: the client", base.ErrClosed)
-	}
-	if ctx != nil && ctx.Err() != nil {
-		c.closing.RUnlock()
+	if ctx.Err() != nil {
 		return ctx.Err()
 	}
+	c.closing.Lock()
+	defer c.closing.Unlock()
+	if c.closing.state != isOpen {
+		return fmt.Errorf("%w: the client", base.ErrClosed)
+	}
+	c.closing.calls++
 	return nil
 }
 
-func (c *Client) leave() { c.closing.RUnlock() }
+func (c *Client) leave() {
+	c.closing.Lock()
+	defer c.closing.Unlock()
+	c.closing.calls--
+	if c.closing.calls == 0 && c.closing.state != isOpen {
+		close(c.closing.idle)
+	}
+}
 
-// Close ends the session: drained, or LEFT while views are out; then the mappings of
-// the exported views stay to the end of the process. Submitted jobs are finished first.
-// It is idempotent; ctx bounds how long the server is told.
-func (c *Client) Close(ctx context.Context) error {
-	// Calls in flight end first; new ones are refused from here on.
+// beginClose refuses new calls and waits for those that run. It returns false when
+// another Close was first; that one has ended then.
+func (c *Client) beginClose() bool {
 	c.closing.Lock()
 	if c.closing.state != isOpen {
-		err := c.closing.err
 		c.closing.Unlock()
-		return err
+		<-c.closing.done
+		return false
 	}
 	c.closing.state = isClosing
+	running := c.closing.calls > 0
 	c.closing.Unlock()
+	if running {
+		<-c.closing.idle
+	}
+	return true
+}
 
+// Close ends the session: drained, or LEFT while views are out; then the mappings of
+// the exported views stay to the end of the process. Calls in flight and submitted jobs
+// are finished first. It is idempotent; ctx bounds how long jobs are waited for and how
+// long the server is told. The session has ended here also when it returns an error.
+func (c *Client) Close(ctx context.Context) error {
+	if !c.beginClose() {
+		return nil
+	}
+	defer close(c.closing.done)
 	c.transfers.drain(ctx)
 	c.mu.Lock()
 	c.mu.core.UnpinAll()
@@ -338,7 +363,7 @@ func (c *Client) Close(ctx context.Context) error {
 		c.leaveMemory()
 	}
 	if l != nil {
-		if err = c.say(l, &maruv1.CloseRequest{Drained: !left, Left: left}); err != nil {
+		if err = c.say(ctx, l, &maruv1.CloseRequest{Drained: !left, Left: left}); err != nil {
 			err = fmt.Errorf("telling the server: %w", err)
 			c.log.Warn("the server was not told that this session ends; it finds out when the process does", "error", err)
 		}
@@ -349,10 +374,6 @@ func (c *Client) Close(ctx context.Context) error {
 	if c.cpu != nil && !left {
 		err = errors.Join(err, c.cpu.Close())
 	}
-	c.closing.Lock()
-	c.closing.state = isClosed
-	c.closing.err = nil
-	c.closing.Unlock()
 	return err
 }
 

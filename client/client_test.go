@@ -569,13 +569,15 @@ func TestCorruptByte(t *testing.T) {
 	f := startFake(t)
 	a, b := open(t, cxlConfig(f)), open(t, cxlConfig(f))
 	v := value(1, 100000)
-	want(t, "store", storeOne(t, a, 1, v), base.CodeOK)
-	f.mu.Lock()
-	row := f.mu.objects[key(1)].row
-	f.mu.Unlock()
-	a.region(row.Region).data[row.Offset+77777] ^= 1
+	for i := 1; i <= 2; i++ {
+		want(t, "store", storeOne(t, a, i, v), base.CodeOK)
+		f.mu.Lock()
+		row := f.mu.objects[key(i)].row
+		f.mu.Unlock()
+		a.region(row.Region).data[row.Offset+77777] ^= 1
+	}
 	want(t, "load", loadOne(t, b, 1, make([]byte, len(v))), base.CodeCorrupt)
-	want(t, "a part", loadPartAt(t, a, 1, 10, 10), base.CodeCorrupt)
+	want(t, "a part", loadPartAt(t, a, 2, 10, 10), base.CodeCorrupt)
 	eventually(t, "the delete", func() bool { return f.callCount("delete") > 0 })
 	eventually(t, "the miss", func() bool { return loadOne(t, b, 1, make([]byte, len(v))) == base.CodeMiss })
 	if s := b.Stats(); s.Corrupt == 0 || s.Loads != 0 {

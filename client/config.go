@@ -34,13 +34,6 @@ func (s Switch) String() string {
 	return fmt.Sprintf("switch(%d)", uint8(s))
 }
 
-func (s Switch) or(byDefault bool) bool {
-	if s == Default {
-		return byDefault
-	}
-	return s == On
-}
-
 // Config says what a client is and what it may use. The zero value of a field means
 // its default.
 type Config struct {
@@ -159,7 +152,7 @@ func (c *Config) Validate() error {
 		bad("Opaque is %v and Namespace is the reserved one: %v; both belong together", c.Opaque, !c.Opaque)
 	case len(c.Namespace) != 0:
 		if err := keys.CheckCanonical(c.Namespace); err != nil {
-			problems = append(problems, fmt.Errorf("Namespace: %w", err))
+			bad("Namespace: %v", err)
 		}
 	}
 	c.validateSizes(bad)

@@ -261,7 +261,6 @@ type loadWork struct {
 	keys    hot.Keys
 	got     acquired
 	batch   session.Batch
-	softly  bool // some bytes are not covered by a root
 	release []session.Release
 }
 

@@ -40,6 +40,8 @@ type fake struct {
 	address string
 	boot    []byte
 	ttl     atomic.Int64 // ms
+	// coherence of the pool.
+	coherence maruv1.Coherence
 
 	grpc  *grpc.Server
 	hotLn net.Listener
@@ -114,6 +116,7 @@ func startFake(t *testing.T) *fake {
 	}
 	f.boot = who.Boot[:]
 	f.ttl.Store(10000)
+	f.coherence = maruv1.Coherence_COHERENCE_HARDWARE
 	f.mu.regions = map[base.RegionID]*fakeRegion{}
 	f.mu.holds = map[string]bool{}
 	f.mu.nonces = map[uint32]poolfmt.Nonce{}
@@ -238,7 +241,7 @@ func (f *fake) Open(_ context.Context, r *maruv1.OpenRequest) (*maruv1.OpenRespo
 		ControlAddress: f.address, HotAddress: f.hotLn.Addr().String(), RmAddresses: []string{f.address},
 		TtlMs: uint32(f.ttl.Load()), HeartbeatMs: 50, MarginMs: 10, Limits: &maruv1.Limits{MaxLeases: 4096, MaxOperations: 1 << 16},
 		Pools: []*maruv1.PoolRef{
-			{Number: 1, Info: &maruv1.PoolInfo{PoolId: f.pool[:], Medium: maruv1.Medium_MEDIUM_CXL, Scope: maruv1.Scope_SCOPE_DOMAIN, Coherence: maruv1.Coherence_COHERENCE_HARDWARE}},
+			{Number: 1, Info: &maruv1.PoolInfo{PoolId: f.pool[:], Medium: maruv1.Medium_MEDIUM_CXL, Scope: maruv1.Scope_SCOPE_DOMAIN, Coherence: f.coherence}},
 			{Number: 2, Info: &maruv1.PoolInfo{PoolId: id[:], Medium: maruv1.Medium_MEDIUM_CPU, Scope: maruv1.Scope_SCOPE_PROCESS, Coherence: maruv1.Coherence_COHERENCE_HARDWARE}},
 		},
 		Relist: r.GetPreviousServerEpoch() != 0 && r.GetPreviousServerEpoch() != f.mu.serverEpoch,
@@ -490,7 +493,7 @@ func (f *fake) StartDomainProof(_ context.Context, r *maruv1.StartDomainProofReq
 		return nil, err
 	}
 	return &maruv1.StartDomainProofResponse{
-		Slot: slot, Path: f.path, DeviceKind: maruv1.DeviceKind_DEVICE_KIND_FILE, MapBytes: poolfmt.DataOffset, Coherence: maruv1.Coherence_COHERENCE_HARDWARE,
+		Slot: slot, Path: f.path, DeviceKind: maruv1.DeviceKind_DEVICE_KIND_FILE, MapBytes: poolfmt.DataOffset, Coherence: f.coherence,
 	}, nil
 }
 
@@ -519,7 +522,7 @@ func (f *fake) Hold(_ context.Context, r *maruv1.HoldRequest) (*maruv1.HoldRespo
 		}
 		f.mu.holds[holdKey(r.GetSessionId(), h.GetRegionId())] = true
 		resp.Regions = append(resp.Regions, &maruv1.RegionAccess{
-			Handle: h, Place: g.place, Path: f.path, DeviceKind: maruv1.DeviceKind_DEVICE_KIND_FILE, Coherence: maruv1.Coherence_COHERENCE_HARDWARE,
+			Handle: h, Place: g.place, Path: f.path, DeviceKind: maruv1.DeviceKind_DEVICE_KIND_FILE, Coherence: f.coherence,
 		})
 	}
 	return resp, nil
@@ -543,239 +546,6 @@ func (f *fake) holdCount() int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return len(f.mu.holds)
-}
-
-// Hot plane.
-
-func (f *fake) serveHot(ln net.Listener) {
-	for {
-		conn, err := ln.Accept()
-		if err != nil {
-			return
-		}
-		f.mu.Lock()
-		f.mu.conns[conn] = struct{}{}
-		f.mu.Unlock()
-		go func() {
-			f.serveConn(conn)
-			_ = conn.Close()
-			f.mu.Lock()
-			delete(f.mu.conns, conn)
-			f.mu.Unlock()
-		}()
-	}
-}
-
-func (f *fake) serveConn(conn net.Conn) {
-	f.mu.Lock()
-	ch := hot.Challenge{ServerEpoch: base.ServerEpoch(f.mu.serverEpoch)}
-	f.mu.Unlock()
-	_, _ = rand.Read(ch.Nonce[:])
-	if _, err := conn.Write(hot.AppendChallenge(nil, &ch)); err != nil {
-		return
-	}
-	r := hot.NewReader(conn)
-	h, payload, err := r.Next()
-	if err != nil || h.Op != hot.OpHello {
-		return
-	}
-	var hello hot.Hello
-	if hot.DecodeHello(payload, &hello) != nil {
-		return
-	}
-	f.mu.Lock()
-	s := f.mu.sessions[hello.Session]
-	f.mu.Unlock()
-	if s == nil || s.epoch != uint32(hello.Epoch) || hot.HelloMAC(s.secret, &ch, &hello) != hello.MAC {
-		_, _ = conn.Write(hot.AppendError(nil, hot.OpHello, h.RequestID, fmt.Errorf("%w: hello", base.ErrStale)))
-		return
-	}
-	w := hot.Welcome{Namespace: 7, MAC: hot.WelcomeMAC(s.secret, &ch, &hello)}
-	if _, err := conn.Write(hot.AppendWelcome(nil, h.RequestID, &w)); err != nil {
-		return
-	}
-	for {
-		h, payload, err := r.Next()
-		if err != nil {
-			return
-		}
-		out, err := f.answer(s, h, payload)
-		if err != nil {
-			out = hot.AppendError(nil, h.Op, h.RequestID, err)
-		}
-		if f.drop[h.Op].Load() > 0 && f.drop[h.Op].Add(-1) >= 0 {
-			return
-		}
-		if _, err := conn.Write(out); err != nil {
-			return
-		}
-	}
-}
-
-func (f *fake) answer(s *fakeSession, h hot.Header, payload []byte) ([]byte, error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.mu.calls[h.Op.String()]++
-	if s.ended {
-		return nil, fmt.Errorf("%w: epoch over", base.ErrStale)
-	}
-	switch h.Op {
-	case hot.OpProbe:
-		var m hot.ProbeRequest
-		if err := hot.DecodeProbe(payload, &m); err != nil {
-			return nil, err
-		}
-		var a hot.ProbeAnswer
-		leading := true
-		for i := range m.Keys.Len() {
-			v := hot.Miss
-			if o := f.mu.objects[m.Keys.At(i)]; o != nil && f.visible(s, o) {
-				v = hot.MakeHit(base.MediumCXL)
-			}
-			leading = leading && v.Status() == hot.Hit
-			if leading {
-				a.LeadingHits++
-			}
-			a.Verdicts = append(a.Verdicts, byte(v))
-		}
-		return hot.AppendProbeAnswer(nil, h.RequestID, &a), nil
-	case hot.OpCommit:
-		return f.commit(s, h, payload)
-	case hot.OpResolve:
-		var m hot.ResolveRequest
-		if err := hot.DecodeResolve(payload, &m); err != nil {
-			return nil, err
-		}
-		var a hot.ResolveAnswer
-		switch res, ok := s.results[m.Target]; {
-		case uint64(m.TargetServerEpoch) != f.mu.serverEpoch:
-			a.Outcome = hot.OutcomeUnknown
-		case ok:
-			a.Outcome = hot.OutcomeCommitted
-			for _, r := range res {
-				a.Results = hot.AppendCommitResult(a.Results, r)
-			}
-		default:
-			a.Outcome = hot.OutcomeAborted
-			s.closed[m.Target] = true
-		}
-		return hot.AppendResolveAnswer(nil, h.RequestID, &a), nil
-	case hot.OpAcquire:
-		var m hot.AcquireRequest
-		if err := hot.DecodeAcquire(payload, &m); err != nil {
-			return nil, err
-		}
-		var a hot.AcquireAnswer
-		if s.answers[m.Sequence] != nil { // the same operation again
-			return hot.AppendAcquireAnswer(nil, h.RequestID, s.answers[m.Sequence]), nil
-		}
-		leased := make([]*fakeObject, m.Keys.Len())
-		for i := range m.Keys.Len() {
-			row := hot.AcquireRow{}
-			o := f.mu.objects[m.Keys.At(i)]
-			if o != nil && f.visible(s, o) {
-				row = hot.AcquireRow{
-					Verdict: hot.MakeHit(base.MediumCXL), Pool: o.row.Pool, Region: o.row.Region, Offset: o.row.Offset,
-					Length: o.row.Length, Generation: o.row.Generation, Checksum: o.row.Checksum, Order: o.order,
-				}
-				o.leases++
-				leased[i] = o
-			}
-			a.Rows = hot.AppendAcquireRow(a.Rows, &row)
-			if o == nil && m.Mode == hot.ModePrefix {
-				break
-			}
-		}
-		s.acquires[m.Sequence] = leased
-		s.answers[m.Sequence] = &a
-		return hot.AppendAcquireAnswer(nil, h.RequestID, &a), nil
-	case hot.OpRelease:
-		var m hot.ReleaseRequest
-		if err := hot.DecodeRelease(payload, &m); err != nil {
-			return nil, err
-		}
-		var a hot.ReleaseAnswer
-		for i := range m.Rows.Len() {
-			row := m.Rows.At(i)
-			held := byte(1)
-			list := s.acquires[row.Acquire]
-			last := uint64(row.First) + uint64(row.Count)
-			if row.Count == hot.ReleaseAll {
-				last = uint64(len(list))
-			}
-			for k := uint64(row.First); k < last; k++ {
-				if k >= uint64(len(list)) || list[k] == nil {
-					held = 0
-					continue
-				}
-				list[k].leases--
-				if list[k].leases < 0 {
-					f.t.Error("a lease was released twice")
-				}
-				list[k] = nil
-			}
-			a.Held = append(a.Held, held)
-		}
-		return hot.AppendReleaseAnswer(nil, h.RequestID, &a), nil
-	case hot.OpRequests:
-		var m hot.RequestsRequest
-		if err := hot.DecodeRequests(payload, &m); err != nil {
-			return nil, err
-		}
-		return hot.AppendRequestsAnswer(nil, h.RequestID, &hot.RequestsAnswer{Known: uint32(m.Count())}), nil
-	case hot.OpRelist:
-		var m hot.RelistRequest
-		if err := hot.DecodeRelist(payload, &m); err != nil {
-			return nil, err
-		}
-		var a hot.RelistAnswer
-		for i := range m.Pages.Len() {
-			f.mu.relisted = append(f.mu.relisted, m.Pages.At(i))
-			a.Results = append(a.Results, byte(f.mu.relistReply))
-		}
-		for i := range m.Leases.Len() {
-			f.mu.relistLease = append(f.mu.relistLease, m.Leases.At(i))
-		}
-		return hot.AppendRelistAnswer(nil, h.RequestID, &a), nil
-	}
-	return nil, fmt.Errorf("%w: %s", base.ErrUnsupported, h.Op)
-}
-
-func (f *fake) visible(s *fakeSession, o *fakeObject) bool {
-	if o.row.Region >= base.FirstPrivateRegion {
-		return o.owner == s.id
-	}
-	return f.mu.proved[s.id]
-}
-
-func (f *fake) commit(s *fakeSession, h hot.Header, payload []byte) ([]byte, error) {
-	var m hot.CommitRequest
-	if err := hot.DecodeCommit(payload, &m); err != nil {
-		return nil, err
-	}
-	res, again := s.results[m.Sequence]
-	if !again && s.closed[m.Sequence] {
-		return nil, fmt.Errorf("%w: resolved", base.ErrAborted)
-	}
-	if !again {
-		for i := range m.Rows.Len() {
-			row := m.Rows.At(i)
-			if o := f.mu.objects[row.Key]; o != nil && f.visible(s, o) {
-				res = append(res, hot.CommitResult{Code: base.CodeAlreadyStored, Order: o.order})
-				continue
-			}
-			f.mu.order++
-			order, _ := base.MakeCommitOrder(1, f.mu.order)
-			f.mu.objects[row.Key] = &fakeObject{row: row, order: order, owner: s.id}
-			res = append(res, hot.CommitResult{Code: base.CodeOK, Order: order})
-		}
-		s.results[m.Sequence] = res
-	}
-	var packed hot.CommitResults
-	for _, r := range res {
-		packed = hot.AppendCommitResult(packed, r)
-	}
-	return hot.AppendCommitAnswer(nil, h.RequestID, packed), nil
 }
 
 // leases sums what is out.

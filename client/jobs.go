@@ -151,7 +151,7 @@ func (t *transfers) stop() {
 // until the job is done. Errors: ErrBusy when QueueJobs are out, ErrInvalid for an empty
 // list, ErrClosed.
 func (c *Client) SubmitStore(items []StoreItem) (JobID, error) {
-	if err := c.enter(nil); err != nil {
+	if err := c.enter(context.Background()); err != nil {
 		return 0, err
 	}
 	defer c.leave()
@@ -166,7 +166,7 @@ func (c *Client) SubmitStore(items []StoreItem) (JobID, error) {
 
 // SubmitLoad queues a Load, as SubmitStore.
 func (c *Client) SubmitLoad(items []LoadItem) (JobID, error) {
-	if err := c.enter(nil); err != nil {
+	if err := c.enter(context.Background()); err != nil {
 		return 0, err
 	}
 	defer c.leave()

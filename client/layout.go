@@ -1,6 +1,7 @@
 package client
 
 import (
+	"context"
 	"fmt"
 	"math"
 	"sync"
@@ -18,7 +19,7 @@ type layout struct {
 
 // RegisterLayout makes a layout known to transfers. Errors: ErrInvalid.
 func (c *Client) RegisterLayout(l Layout) (LayoutID, error) {
-	if err := c.enter(nil); err != nil {
+	if err := c.enter(context.Background()); err != nil {
 		return 0, err
 	}
 	defer c.leave()

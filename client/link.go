@@ -42,6 +42,7 @@ type link struct {
 	unix     *grpc.ClientConn // nil: the client's own connection is used
 	hot      *hotPool
 	provable atomic.Bool
+	proved   bool // the domains, to the RM and the server; under growMu
 
 	pools map[uint32]pool
 
@@ -255,8 +256,12 @@ func (c *Client) adopt(ctx context.Context, resp *maruv1.OpenResponse, sent time
 // over TCP.
 func (c *Client) dialHot(ctx context.Context, l *link) error {
 	var unixErr error
+	connections := c.cfg.HotConnections
+	if most := int(l.resp.GetLimits().GetMaxConnections()); most > 0 {
+		connections = min(connections, most)
+	}
 	if path := l.resp.GetHotUnixPath(); l.unix != nil && path != "" {
-		l.hot = newHotPool(l, rpc.Address{Network: "unix", Target: path}, c.cfg.HotConnections, c.cfg.ConnectTimeout)
+		l.hot = newHotPool(l, rpc.Address{Network: "unix", Target: path}, connections, c.cfg.ConnectTimeout)
 		if unixErr = l.hot.prove(ctx); unixErr == nil {
 			return nil
 		}
@@ -269,7 +274,7 @@ func (c *Client) dialHot(ctx context.Context, l *link) error {
 	if err != nil {
 		return errors.Join(fmt.Errorf("the server's hot address: %w", err), unixErr)
 	}
-	l.hot = newHotPool(l, address, c.cfg.HotConnections, c.cfg.ConnectTimeout)
+	l.hot = newHotPool(l, address, connections, c.cfg.ConnectTimeout)
 	return l.hot.prove(ctx)
 }
 

@@ -13,7 +13,7 @@ import (
 // its mapping.
 func storeMark(record []byte, order base.CommitOrder) {
 	_ = record[poolfmt.MarkOffset+7]
-	atomic.StoreUint64((*uint64)(unsafe.Pointer(&record[poolfmt.MarkOffset])), uint64(order))
+	(*atomic.Uint64)(unsafe.Pointer(&record[poolfmt.MarkOffset])).Store(uint64(order))
 }
 
 // bytesAt is a run of an engine's memory. The caller of RegisterLayout keeps it mapped.

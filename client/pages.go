@@ -26,26 +26,45 @@ func (c *Client) Alloc(ctx context.Context, n int, dst []Page) (int, error) {
 	if n < 0 || n > len(dst) {
 		return 0, fmt.Errorf("%w: %d pages for a list of %d", base.ErrInvalid, n, len(dst))
 	}
-	got := 0
-	for {
-		c.mu.Lock()
-		for got < n {
-			ref, _, ok := c.mu.core.Alloc(c.cfg.WriteOrder)
-			if !ok {
-				break
-			}
-			m := c.region(ref.Region)
-			dst[got] = Page{Region: ref.Region, Index: ref.Index, Bytes: m.page(ref.Index)}
-			got++
-		}
-		c.mu.Unlock()
-		if got == n {
-			return got, nil
-		}
-		if !c.grow(ctx) {
-			return got, fmt.Errorf("%w: %d of %d pages; %s", base.ErrFull, got, n, c.whyFull())
+	got := c.place(ctx, n, func(i int, ref session.PageRef) {
+		dst[i] = Page{Region: ref.Region, Index: ref.Index, Bytes: c.region(ref.Region).page(ref.Index)}
+	})
+	if got < n {
+		return got, fmt.Errorf("%w: %d of %d pages; %s", base.ErrFull, got, n, c.whyFull())
+	}
+	return got, nil
+}
+
+// place takes n pages by write order and hands them to use, under mu. A medium that can
+// grow is grown before the next one is tried. It returns how many there were.
+func (c *Client) place(ctx context.Context, n int, use func(i int, ref session.PageRef)) int {
+	first, all := c.cfg.WriteOrder, c.cfg.WriteOrder
+	for i, m := range all {
+		if m == base.MediumCXL && c.cfg.AutoExpand != Off {
+			first = all[:i+1]
 		}
 	}
+	got := 0
+	take := func(order []base.Medium) bool {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		for got < n {
+			ref, _, ok := c.mu.core.Alloc(order)
+			if !ok {
+				return false
+			}
+			use(got, ref)
+			got++
+		}
+		return true
+	}
+	for !take(first) {
+		if !c.grow(ctx) {
+			take(all)
+			break
+		}
+	}
+	return got
 }
 
 func (c *Client) whyFull() string {
@@ -60,7 +79,7 @@ func (c *Client) whyFull() string {
 // not being written (a double free, or a stored page: Delete its key), ErrNotFound for
 // a region that is not ours.
 func (c *Client) FreePage(region base.RegionID, index base.PageIndex) error {
-	if err := c.enter(nil); err != nil {
+	if err := c.enter(context.Background()); err != nil {
 		return err
 	}
 	defer c.leave()
@@ -412,7 +431,7 @@ func (c *Client) clearMarks(refs []session.PageRef) {
 // end of the process: a Close before leaves the session LEFT. Errors: ErrNotFound,
 // ErrInvalid.
 func (c *Client) RegionView(region base.RegionID, offset, size uint64) (b []byte, writable bool, err error) {
-	if err := c.enter(nil); err != nil {
+	if err := c.enter(context.Background()); err != nil {
 		return nil, false, err
 	}
 	defer c.leave()
@@ -435,7 +454,7 @@ func (c *Client) RegionView(region base.RegionID, offset, size uint64) (b []byte
 
 // ReleaseRegionView takes one RegionView back; its bytes are not to be used any more.
 func (c *Client) ReleaseRegionView(region base.RegionID) error {
-	if err := c.enter(nil); err != nil {
+	if err := c.enter(context.Background()); err != nil {
 		return err
 	}
 	defer c.leave()

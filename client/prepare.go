@@ -100,6 +100,9 @@ func (c *Client) prepareMemory(ctx context.Context, l *link) (added []*mapped, f
 	defer c.growMu.Unlock()
 	c.mu.Lock()
 	c.mu.unprepared = false
+	if c.mu.unproved {
+		c.mu.unproved, l.proved = false, false
+	}
 	pools := make([]pool, 0, len(c.mu.pools))
 	for _, p := range c.mu.pools {
 		pools = append(pools, p)
@@ -190,7 +193,7 @@ func (c *Client) grantSegment(ctx context.Context, l *link, i int) (*mapped, err
 
 // proveDomains proves the shared pools, so that this session's probes count hits there.
 func (c *Client) proveDomains(ctx context.Context, l *link, pools []pool) error {
-	if !c.cfg.wantsCXL() {
+	if !c.cfg.wantsCXL() || l.proved {
 		return nil
 	}
 	var first error
@@ -217,6 +220,7 @@ func (c *Client) proveDomains(ctx context.Context, l *link, pools []pool) error 
 		c.failed(l, err)
 		return fmt.Errorf("proving domains: %w", err)
 	}
+	l.proved = first == nil
 	return first
 }
 

@@ -111,7 +111,7 @@ func (c *Client) mapRegion(a *maruv1.RegionAccess, poolNumber uint32, own sessio
 	if err != nil {
 		return nil, err
 	}
-	defer x.Close()
+	defer func() { _ = x.Close() }()
 	if align := x.AlignBytes(); length%align != 0 {
 		length = min((length/align+1)*align, plan.ExtentBytes)
 	}
@@ -251,20 +251,33 @@ func (c *Client) unreachable(ctx context.Context, l *link, poolNumber uint32, id
 	}
 }
 
-// dropGone unmaps what the core gave up, then gives the holds back.
+// dropGone unmaps what the core gave up, then gives the holds back. It has mapMu, so
+// that no region is held and mapped again between the two: a late Unhold would take the
+// new hold.
 func (c *Client) dropGone(ctx context.Context) {
 	c.mu.Lock()
 	c.scratchGone = c.mu.core.TakeGone(c.scratchGone[:0])
 	c.mu.Unlock()
+	if len(c.scratchGone) == 0 && len(c.unholds) == 0 {
+		return
+	}
+	c.mapMu.Lock()
+	defer c.mapMu.Unlock()
 	for _, id := range c.scratchGone {
 		if h := c.unmap(id); h != nil {
 			c.unholds = append(c.unholds, h)
 		}
 	}
-	if len(c.unholds) == 0 {
+	kept := c.unholds[:0]
+	for _, h := range c.unholds {
+		if c.region(base.RegionID(h.GetRegionId())) == nil {
+			kept = append(kept, h) // else it was mapped again since, and needs its hold
+		}
+	}
+	if c.unholds = kept; len(kept) == 0 {
 		return
 	}
-	if err := c.manager.unhold(ctx, c.unholds); err != nil && rpc.OutcomeUnknown(err) {
+	if err := c.manager.unhold(ctx, c.unholds); err != nil && (rpc.OutcomeUnknown(err) || away(err)) {
 		return // kept, and repeated with a later sequence
 	} else if err != nil {
 		c.limited.warn(c.log, "giving holds back was refused", "regions", len(c.unholds), "error", err)

@@ -213,7 +213,7 @@ func (m *manager) prove(ctx context.Context, l *link, id base.PoolID) error {
 	if err != nil {
 		return err
 	}
-	defer mem.Close()
+	defer func() { _ = mem.Unmap() }()
 	slot := make([]byte, poolfmt.NonceSlotBytes)
 	if start.GetCoherence() == maruv1.Coherence_COHERENCE_SOFTWARE {
 		err = mem.Guard(func() { invalidate(mem.Bytes()[at : at+poolfmt.NonceSlotBytes]) })

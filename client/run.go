@@ -117,7 +117,7 @@ func (c *Client) heartbeat(l *link, beat time.Duration) error {
 	if c.cfg.Role == base.RoleScheduler {
 		c.mu.workers = workersOf(resp.GetWorkers())
 	}
-	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0
+	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0 || c.mu.unprepared
 	lost := len(core.LostCommits(nil)) > 0
 	c.mu.Unlock()
 	if resp.GetServerEpoch() != uint64(l.serverEpoch) || resp.GetEpoch() != uint32(l.epoch) {
@@ -232,4 +232,5 @@ func (c *Client) renamed(l *link, e *maruv1.PoolsEvent) {
 		c.mu.pools[n] = p
 	}
 	c.mu.unprepared = true
+	c.mu.unproved = true
 }

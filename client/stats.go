@@ -11,11 +11,11 @@ type counter = atomic.Uint64
 
 // counters only rise.
 type counters struct {
-	stores, storeBytes, storesAlready, storesFull, storesFailed   counter
-	loads, loadBytes                                              counter
-	storeNanos, loadNanos                                         atomic.Int64
-	misses, missesAway, missesExpired, missesUnmapped             counter
-	corrupt, faults, reconnects, outages, unknown, resolved, jobs counter
+	stores, storeBytes, storesAlready, storesFull, storesFailed counter
+	loads, loadBytes                                            counter
+	storeNanos, loadNanos                                       atomic.Int64
+	misses, missesAway, missesExpired, missesUnmapped           counter
+	corrupt, faults, reconnects, outages, unknown, resolved     counter
 }
 
 // Stats returns the counters.

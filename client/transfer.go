@@ -175,22 +175,7 @@ func (c *Client) skipStored(ctx context.Context, s *storeWork, codes []base.Code
 // placePages gives every task a page by write order. Those without are skipped: the hits
 // stay (POL-07).
 func (c *Client) placePages(ctx context.Context, s *storeWork, codes []base.Code) {
-	placed := 0
-	for placed < len(s.tasks) {
-		c.mu.Lock()
-		for placed < len(s.tasks) {
-			ref, _, ok := c.mu.core.Alloc(c.cfg.WriteOrder)
-			if !ok {
-				break
-			}
-			s.tasks[placed].ref = ref
-			placed++
-		}
-		c.mu.Unlock()
-		if placed < len(s.tasks) && !c.grow(ctx) {
-			break
-		}
-	}
+	placed := c.place(ctx, len(s.tasks), func(i int, ref session.PageRef) { s.tasks[i].ref = ref })
 	s.filter(func(i int, t *storeTask) bool {
 		if i < placed {
 			return true
@@ -267,6 +252,11 @@ func (c *Client) loadLeased(ctx context.Context, s *loadWork) {
 	l := c.current()
 	if l == nil {
 		c.count.missesAway.Add(uint64(len(s.tasks)))
+		return
+	}
+	if !c.Connected() {
+		// Whatever is copied now is thrown away.
+		c.count.missesExpired.Add(uint64(len(s.tasks)))
 		return
 	}
 	s.got.batch = &s.batch

@@ -69,13 +69,8 @@ func (c *Client) release(ctx context.Context, l *link, rows []session.Release) (
 	for _, r := range rows {
 		req.Rows = hot.AppendReleaseRow(req.Rows, hot.ReleaseRow{Acquire: r.Acquire, First: r.First, Count: r.Count})
 	}
-	c.mu.Lock()
-	req.Sequence, err = c.mu.core.Begin()
-	req.Watermark = c.mu.core.Watermark()
-	c.mu.Unlock()
-	if err != nil {
-		return nil, err
-	}
+	// Releasing again changes nothing, so that it needs no operation of its own.
+	req.Watermark = c.watermark()
 	_, err = l.hot.call(ctx, hot.OpRelease, c.cfg.RPCTimeout,
 		func(dst []byte, id uint64) []byte { return hot.AppendRelease(dst, id, &req) },
 		func(payload []byte) error {
@@ -86,10 +81,6 @@ func (c *Client) release(ctx context.Context, l *link, rows []session.Release) (
 			held = append(held, answer.Held...)
 			return nil
 		})
-	// Releasing again changes nothing, so the operation needs no answer to be closed.
-	c.mu.Lock()
-	c.mu.core.End(req.Sequence)
-	c.mu.Unlock()
 	return held, err
 }
 

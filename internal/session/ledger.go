@@ -48,9 +48,3 @@ func (l *ledger) end(s base.Sequence) {
 		l.window, l.head = l.window[:0], 0
 	}
 }
-
-// isOpen reports whether an operation has no answer yet.
-func (l *ledger) isOpen(s base.Sequence) bool {
-	i := l.head + int(s-l.base) //nolint:gosec // bounded by the window
-	return s >= l.base && i < len(l.window) && !l.window[i]
-}
