@@ -15,6 +15,11 @@ const inside = "./test/vmlab/inside"
 func daemon(vm *VM, program, flags, httpPort string) *Job {
 	vm.t.Helper()
 	job := vm.Go("exec " + program + " " + flags)
+	vm.t.Cleanup(func() {
+		if vm.t.Failed() {
+			vm.t.Logf("vmlab: output of %s:\n%s", program, job.Output())
+		}
+	})
 	r := vm.Try("for i in $(seq 200); do wget -q -O- http://127.0.0.1:" + httpPort + "/readyz && exit 0; sleep 0.1; done; exit 1")
 	if r.Status != 0 {
 		vm.t.Fatalf("vmlab: %s does not get ready:\n%s", program, job.Output())
