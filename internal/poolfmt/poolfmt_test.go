@@ -2,9 +2,11 @@ package poolfmt
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"flag"
+	"hash/crc32"
 	"os"
 	"path/filepath"
 	"strings"
@@ -286,4 +288,21 @@ func FuzzDecodeRecord(f *testing.F) {
 			t.Fatalf("a record has two forms: %v", err)
 		}
 	})
+}
+
+// BenchmarkCheck compares what a check of a line could be made of.
+func BenchmarkCheck(b *testing.B) {
+	line := make([]byte, 88)
+	table := crc32.MakeTable(crc32.Castagnoli)
+	for name, f := range map[string]func(){
+		"xxh3":   func() { check8(seedRecord, line) },
+		"crc32c": func() { crc32.Checksum(line, table) },
+		"sha256": func() { sha256.Sum256(line) },
+	} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				f()
+			}
+		})
+	}
 }

@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -514,5 +516,78 @@ func TestTwoInOneProcess(t *testing.T) {
 		}
 	case <-time.After(10 * time.Second):
 		t.Fatal("Close hangs")
+	}
+}
+
+// slow counts commits and lets requests gather behind each.
+type slow struct {
+	store.Store
+	commits *atomic.Int64
+}
+
+func (s slow) Commit(changes []store.Change) error {
+	s.commits.Add(1)
+	time.Sleep(20 * time.Millisecond)
+	return s.Store.Commit(changes)
+}
+
+func TestCallersShareACommit(t *testing.T) {
+	f := newFixture(t)
+	var commits atomic.Int64
+	f.cfg.wrapStore = func(s store.Store) store.Store { return slow{s, &commits} }
+	s := f.start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	before := commits.Load()
+	var wg sync.WaitGroup
+	for op := range uint64(20) {
+		wg.Go(func() {
+			if _, err := c.Allocate(ctxOf(t), o.request(op+1)); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if n := commits.Load() - before; n > 10 {
+		t.Errorf("20 concurrent callers took %d commits", n)
+	}
+	// Reads take none.
+	before = commits.Load()
+	if _, err := c.ListRegions(ctxOf(t), &maruv1.ListRegionsRequest{OwnerId: o.id, Incarnation: o.inc}); err != nil {
+		t.Error(err)
+	}
+	if commits.Load() != before {
+		t.Error("a list was committed")
+	}
+}
+
+// A pool whose memory fails goes offline; the others and the program go on.
+func TestDeviceFails(t *testing.T) {
+	f := newFixture(t)
+	second := f.cfg.Pools[0]
+	second.Path, second.Name = second.Path+"2", "q"
+	f.cfg.Pools = append(f.cfg.Pools, second)
+	s := f.start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	a := o.allocate(t, c, 1)
+	if err := os.Truncate(f.cfg.Pools[0].Path, 0); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Allocate(ctxOf(t), o.request(2)); !errors.Is(err, base.ErrFault) {
+		t.Fatalf("allocation on memory that is gone: %v", err)
+	}
+	if b := o.allocate(t, c, 3); string(b.GetHandle().GetPoolId()) == string(a.GetHandle().GetPoolId()) {
+		t.Error("the failed pool is used")
+	}
+	if _, err := c.Hold(ctxOf(t), o.hold(newID(), 1, a.GetHandle())); !errors.Is(err, base.ErrOffline) {
+		t.Errorf("hold on an offline pool: %v", err)
+	}
+	if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()}); err != nil {
+		t.Errorf("free on an offline pool: %v", err)
+	}
+	p, err := c.ListPools(ctxOf(t), &maruv1.ListPoolsRequest{})
+	if err != nil || p.GetPools()[0].GetState() != maruv1.PoolState_POOL_STATE_OFFLINE || p.GetPools()[0].GetReason() == "" {
+		t.Errorf("%v, %v", p, err)
 	}
 }

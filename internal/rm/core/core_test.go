@@ -624,6 +624,34 @@ func FuzzLoadRow(f *testing.F) {
 	})
 }
 
+// No handle but the ones that were given passes, whatever a peer sends.
+func FuzzResolve(f *testing.F) {
+	w := newWorld(f)
+	if _, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: base.OwnerID{1}}); err != nil {
+		f.Fatal(err)
+	}
+	a, err := w.core.Allocate(w.batch, 1, Allocate{Owner: base.OwnerID{1}, Incarnation: 1, Operation: 1, PageCount: 1, PageBytes: 4096, PieceBytes: 256})
+	if err != nil {
+		f.Fatal(err)
+	}
+	read, err := w.core.MintRead(a.Handle)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(uint32(1), uint32(1), a.Handle.Token, false)
+	f.Add(uint32(1), uint32(1), read.Token, true)
+	f.Fuzz(func(t *testing.T, region, incarnation uint32, token []byte, readOnly bool) {
+		h := Handle{Pool: w.pool, Region: base.RegionID(region), Incarnation: base.Incarnation(incarnation), Token: token, ReadOnly: readOnly}
+		for _, need := range []access{accessRead, accessWrite} {
+			_, err := w.core.resolve(h, need)
+			right := region == 1 && incarnation == 1 && (!readOnly && slices.Equal(token, a.Handle.Token) || readOnly && need == accessRead && slices.Equal(token, read.Token))
+			if (err == nil) != right {
+				t.Fatalf("%+v for %d: %v", h, need, err)
+			}
+		}
+	})
+}
+
 func TestSpans(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		o := &owner{}

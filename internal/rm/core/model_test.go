@@ -301,7 +301,13 @@ func (m *model) picture() []string {
 		}
 	}
 	for id, o := range m.owners {
-		out = append(out, fmt.Sprintf("owner %x.%d", id[:1], o.inc))
+		count := 0
+		for _, r := range m.regions {
+			if r.owner == id {
+				count++
+			}
+		}
+		out = append(out, fmt.Sprintf("owner %x.%d regions %d", id[:1], o.inc, count))
 	}
 	out = append(out, fmt.Sprintf("rows %d sessions %d", len(m.rows), len(m.sessions)))
 	slices.Sort(out)
@@ -320,7 +326,7 @@ func corePicture(c *Core) []string {
 		out = append(out, fmt.Sprintf("hold %x region %d seq %d views %v process %d", h.Session[:1], h.Region, h.Sequence, h.Views, h.Process.PID))
 	}
 	for _, o := range c.ListOwners() {
-		out = append(out, fmt.Sprintf("owner %x.%d", o.ID[:1], o.Incarnation))
+		out = append(out, fmt.Sprintf("owner %x.%d regions %d", o.ID[:1], o.Incarnation, o.RegionCount))
 	}
 	out = append(out, fmt.Sprintf("rows %d sessions %d", c.HoldCount(), c.SessionCount()))
 	slices.Sort(out)

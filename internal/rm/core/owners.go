@@ -76,6 +76,14 @@ func (c *Core) StartOwner(b *Batch, now int64, req StartOwner) (Started, error) 
 		return Started{}, fmt.Errorf("%w: %d older starts of owner %s are not proved ended, more are not kept; end it with maru rm drop-owner", base.ErrLimit, len(unproved), req.Owner)
 	}
 
+	if !known { // it may have been dropped while regions of it were held
+		for _, r := range c.regions {
+			if r.row.Owner == req.Owner {
+				o.count++
+				o.bytes += r.row.Length
+			}
+		}
+	}
 	c.owners[req.Owner] = o
 	c.counters.NextOwner++
 	o.row.Name, o.row.Current, o.row.Unproved, o.row.StartedMS = req.Name, me, unproved, now
