@@ -77,7 +77,7 @@ func (d *Directory) Acquire(now time.Duration, who Caller, req *hot.AcquireReque
 	}
 	// Also an answer without a lease is kept: the same frame, late on a connection
 	// that the client gave up, must not lease what nobody would release.
-	s.addOperation(&operation{seq: req.Sequence, kind: opAcquire, epoch: s.epoch, session: s, record: rec})
+	s.addOperation(&operation{seq: req.Sequence, kind: opAcquire, rows: len(rec.rows), epoch: s.epoch, session: s, record: rec})
 	return dst, rec.manifests, nil
 }
 
@@ -100,7 +100,7 @@ func (d *Directory) checkAcquire(s *session, req *hot.AcquireRequest) error {
 	case s.relist == relistWaiting:
 		return fmt.Errorf("%w: acquire: list what the session holds first", base.ErrBusy)
 	}
-	return d.admitOperation(s, req.Sequence, 0)
+	return d.admitOperation(s, req.Sequence, sum)
 }
 
 // selectRows fills a record's rows without leasing anything and returns how many
@@ -220,6 +220,7 @@ func (d *Directory) drained(now time.Duration, g *region, ref replicaRef) {
 	r := d.store.replica(ref)
 	if r.state() == replicaQuarantined {
 		d.releaseQuarantine(now, g, ref)
+		d.settleGoing(now, g)
 		return
 	}
 	d.advance(now, g, ref)

@@ -140,10 +140,10 @@ func (d *Directory) checkSessions(copies, views map[replicaRef]uint32) error {
 			if (i > 0 && s.ops[i-1].seq >= op.seq) || op.seq < s.watermark {
 				return fmt.Errorf("S1: ledger of session %v at operation %d", s.id, op.seq)
 			}
-			rows += len(op.commit)
+			rows += op.rows
 		}
 		if rows != s.opRows {
-			return fmt.Errorf("S1: session %v has %d commit rows, counted %d", s.id, rows, s.opRows)
+			return fmt.Errorf("S1: session %v has %d operation rows, counted %d", s.id, rows, s.opRows)
 		}
 		if s.cpu != nil {
 			hosts[s.cpuNode] += s.cpu.grantBytes
@@ -194,7 +194,7 @@ func (d *Directory) checkRegion(slot uint32, g *region, sum *poolSums, copies, v
 		}
 		used++
 		r := d.store.replica(ref)
-		if r.region != slot || uint64(r.page) != uint64(page) || r.generation != g.last[page] {
+		if r.region != slot || uint64(r.page) != uint64(page) || (r.generation != g.last[page] && (!r.has(flagOrphan) || r.has(flagRestartHeld))) {
 			return 0, fmt.Errorf("S1: page %d of region %d: replica %#x of slot %d page %d generation %v, last %v", page, g.id, ref, r.region, r.page, r.generation, g.last[page])
 		}
 		if r.copies != copies[ref] || r.views != views[ref] {

@@ -52,7 +52,7 @@ func (d *Directory) Commit(now time.Duration, who Caller, req *hot.CommitRequest
 	if err := d.admitOperation(s, req.Sequence, rows); err != nil {
 		return dst, err
 	}
-	op := &operation{seq: req.Sequence, kind: opCommit, epoch: s.epoch, session: s, commit: d.commitBuffer()}
+	op := &operation{seq: req.Sequence, kind: opCommit, rows: rows, epoch: s.epoch, session: s, commit: d.commitBuffer()}
 	ns := uint32(s.ns.number)
 	var b block
 	for from := 0; from < rows; from += blockKeys {

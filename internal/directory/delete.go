@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/hot"
 )
 
 // pendingDelete is a delete of keys or of a namespace: what it hid waits for its
@@ -57,6 +58,8 @@ func (d *Directory) Delete(now time.Duration, who Caller, seq base.Sequence, key
 	}
 	lim := &d.cfg.Limits
 	switch {
+	case len(keys) > hot.MaxKeys:
+		return 0, fmt.Errorf("%w: delete: %d keys; at most %d a call", base.ErrLimit, len(keys), hot.MaxKeys)
 	case s.relist == relistWaiting:
 		return 0, fmt.Errorf("%w: delete: list what the session holds first", base.ErrBusy)
 	case d.RelistIncomplete() && len(d.tombstones)+len(keys) > lim.MaxTombstones:

@@ -34,6 +34,9 @@ func (d *Directory) queueEvent(now time.Duration, g *region, r *replica, kind Ev
 	if s == nil || s.state != StateLive {
 		return
 	}
+	if len(s.backlog) >= max(4096, s.backlogLimit) {
+		d.compactBacklog(s)
+	}
 	s.backlog = append(s.backlog, pageTask{kind: kind, slot: g.slot, page: r.page, generation: r.generation})
 	d.pump(now, s)
 }
@@ -51,12 +54,8 @@ func (d *Directory) pump(now time.Duration, s *session) {
 	for s.backlogHead < len(s.backlog) && len(s.window) < limit {
 		t := s.backlog[s.backlogHead]
 		s.backlogHead++
-		g := d.regions[t.slot]
-		if g == nil || g.writer != s || g.state != regionGranted || uint64(t.page) >= uint64(len(g.pages)) || g.pages[t.page] == 0 {
-			continue
-		}
-		r := d.store.replica(g.pages[t.page])
-		if r.generation != t.generation || r.state() != replicaRetiring {
+		g, r := d.taskPage(s, t)
+		if g == nil {
 			continue
 		}
 		d.sendEvent(now, s, Event{
@@ -64,13 +63,35 @@ func (d *Directory) pump(now time.Duration, s *session) {
 			Generation: r.generation, Order: r.order,
 		})
 	}
-	switch {
-	case s.backlogHead == len(s.backlog):
+	if s.backlogHead == len(s.backlog) {
 		s.backlog, s.backlogHead = s.backlog[:0], 0
-	case s.backlogHead > 4096 && s.backlogHead > len(s.backlog)/2:
-		s.backlog = append(s.backlog[:0], s.backlog[s.backlogHead:]...)
-		s.backlogHead = 0
 	}
+}
+
+// taskPage returns the page of a task, nil when it has moved on.
+func (d *Directory) taskPage(s *session, t pageTask) (*region, *replica) {
+	g := d.regions[t.slot]
+	if g == nil || g.writer != s || g.state != regionGranted || uint64(t.page) >= uint64(len(g.pages)) || g.pages[t.page] == 0 {
+		return nil, nil
+	}
+	r := d.store.replica(g.pages[t.page])
+	if r.generation != t.generation || r.state() != replicaRetiring {
+		return nil, nil
+	}
+	return g, r
+}
+
+// compactBacklog drops tasks that were sent or whose page has moved on. What stays is
+// at most two tasks a page; the next compaction comes when it has doubled.
+func (d *Directory) compactBacklog(s *session) {
+	kept := s.backlog[:0]
+	for _, t := range s.backlog[s.backlogHead:] {
+		if g, _ := d.taskPage(s, t); g != nil {
+			kept = append(kept, t)
+		}
+	}
+	s.backlog, s.backlogHead = kept, 0
+	s.backlogLimit = 2 * len(kept)
 }
 
 // sendEvent numbers an event. With a full window it is dropped: only advice comes

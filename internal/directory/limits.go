@@ -26,7 +26,7 @@ type Limits struct {
 	MaxRequestLeases    int    // max-request-leases: replicas kept by a session's request leases
 	MaxRequests         int    // max-requests: engine requests with request leases, a session
 	MaxOperations       int    // max-operations: operations of a session above its watermark
-	MaxOperationRows    int    // max-operation-rows: commit rows in those operations
+	MaxOperationRows    int    // max-operation-rows: rows of commits and acquires in those operations
 	MaxEvents           int    // max-events: events sent to a session and not acknowledged
 	MaxUnreachable      int    // max-unreachable: regions that a session reported as unreachable
 	MaxDeletes          int    // max-deletes: deletes that wait for marks
@@ -59,7 +59,7 @@ func (l *Limits) setDefaults() {
 	def(&l.MaxRequestLeases, 262144)
 	def(&l.MaxRequests, 16384)
 	def(&l.MaxOperations, 4096)
-	def(&l.MaxOperationRows, 65536)
+	def(&l.MaxOperationRows, 262144)
 	def(&l.MaxEvents, 8192)
 	def(&l.MaxUnreachable, 1024)
 	def(&l.MaxDeletes, 1024)

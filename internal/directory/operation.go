@@ -24,6 +24,7 @@ const (
 type operation struct {
 	seq     base.Sequence
 	kind    opKind
+	rows    int // counted against max-operation-rows
 	epoch   base.Epoch
 	session *session
 	commit  []commitRecord // opCommit, a row each
@@ -77,7 +78,7 @@ func (d *Directory) admitOperation(s *session, seq base.Sequence, rows int) erro
 	case len(s.ops) >= lim.MaxOperations:
 		return limitErr("max-operations", lim.MaxOperations, fmt.Sprintf("the session has %d operations above its watermark", len(s.ops)))
 	case s.opRows+rows > lim.MaxOperationRows:
-		return limitErr("max-operation-rows", lim.MaxOperationRows, fmt.Sprintf("the session has %d commit rows above its watermark", s.opRows))
+		return limitErr("max-operation-rows", lim.MaxOperationRows, fmt.Sprintf("the session has %d rows of commits and acquires above its watermark and asks for %d more", s.opRows, rows))
 	}
 	return nil
 }
@@ -85,12 +86,12 @@ func (d *Directory) admitOperation(s *session, seq base.Sequence, rows int) erro
 func (s *session) addOperation(op *operation) {
 	i, _ := s.findOperation(op.seq)
 	s.ops = slices.Insert(s.ops, i, op)
-	s.opRows += len(op.commit)
+	s.opRows += op.rows
 }
 
 func (s *session) dropOperation(op *operation) {
 	if i, ok := s.findOperation(op.seq); ok && s.ops[i] == op {
-		s.opRows -= len(op.commit)
+		s.opRows -= op.rows
 		s.ops = slices.Delete(s.ops, i, i+1)
 	}
 }
@@ -104,7 +105,7 @@ func (d *Directory) raiseWatermark(s *session, watermark base.Sequence) {
 	s.watermark = watermark
 	n, _ := s.findOperation(watermark)
 	for _, op := range s.ops[:n] {
-		s.opRows -= len(op.commit)
+		s.opRows -= op.rows
 		d.recycle(op)
 		d.abandon(op)
 	}

@@ -2,6 +2,7 @@ package directory
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -34,6 +35,10 @@ type restartState struct {
 type recovery struct {
 	holders []Holder
 	done    bool
+}
+
+func (r *recovery) holds(id base.SessionID) bool {
+	return slices.ContainsFunc(r.holders, func(h Holder) bool { return h.Session == id })
 }
 
 // Holder is a mapper of a region on the resource manager's list.
@@ -319,7 +324,7 @@ func (d *Directory) checkRelist(s *session, req *hot.RelistRequest) error {
 	}
 	for i := range leases {
 		l := req.Leases.At(i)
-		if l.Acquire == 0 || l.Index >= hot.MaxKeys || (l.Kind == base.LeaseView && !s.views) {
+		if l.Acquire == 0 || l.Index >= hot.MaxKeys || (l.Kind != base.LeaseCopy && l.Kind != base.LeaseView) || (l.Kind == base.LeaseView && !s.views) {
 			return fmt.Errorf("%w: relist: lease %d of operation %d, kind %v", base.ErrInvalid, l.Index, l.Acquire, l.Kind)
 		}
 		if rec := s.record(l.Acquire); rec != nil && rec.kind != l.Kind {
@@ -421,8 +426,11 @@ func relistResultOf(r *replica) hot.RelistResult {
 // relistLease records a lease on a page of anybody.
 func (d *Directory) relistLease(s *session, l *hot.RelistLease) error {
 	g := d.regionOf(l.Pool, l.Region)
-	if g == nil || g.private() || g.recovered == nil {
-		return nil // the region is not ours any more: the resource manager's hold protects it
+	if g == nil || g.private() || g.recovered == nil || g.recovered.done || !g.recovered.holds(s.id) {
+		// Not our region any more: the resource manager's hold protects it. Or the session
+		// has no hold there, and so maps nothing that a lease could protect. Or the rule
+		// holds already: then this is a copy lease that expired by time.
+		return nil
 	}
 	page, ok := g.pageAt(l.Offset)
 	if !ok {
@@ -442,6 +450,8 @@ func (d *Directory) relistLease(s *session, l *hot.RelistLease) error {
 	ref := g.pages[page]
 	if ref == 0 {
 		var err error
+		// The reader's generation is recorded and raises nothing: what the writer may
+		// commit next is not a reader's to say.
 		ref, err = d.store.insertOrphan(replica{
 			generation: l.Generation, region: g.slot, page: page, lengthState: uint64(replicaQuarantined),
 		})
@@ -449,7 +459,6 @@ func (d *Directory) relistLease(s *session, l *hot.RelistLease) error {
 			return err
 		}
 		g.pages[page] = ref
-		g.last[page] = max(g.last[page], l.Generation)
 		g.used++
 		d.account(g, d.store.replica(ref), +1)
 	}

@@ -58,9 +58,11 @@ type session struct {
 	window      []sentEvent
 	backlog     []pageTask
 	backlogHead int
-	poolsDue    bool // an EventPools waits for room in the window
-	beat        uint64
-	uses        []PoolUse
+	// backlogLimit is the length at which the backlog is compacted.
+	backlogLimit int
+	poolsDue     bool // an EventPools waits for room in the window
+	beat         uint64
+	uses         []PoolUse
 
 	relist relistProgress
 	// listed: the RM's list named it as a writer or holder of a recovered region.

@@ -43,14 +43,6 @@ func (w words) withShard(shard uint16) words {
 	return w
 }
 
-func (w words) key() base.Key {
-	var k base.Key
-	for i, v := range w {
-		le.PutUint64(k[8*i:], v)
-	}
-	return k
-}
-
 // hashKey mixes all of a key, the namespace and a secret seed: keys of the opaque
 // namespace and forged ones need not be random.
 func hashKey(seed uint64, ns uint32, w *words) uint64 {
