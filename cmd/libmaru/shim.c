@@ -32,7 +32,7 @@ static const char forked_text[] =
     "fork; start workers by spawn or forkserver, or load it after the fork";
 
 /* Called by the exports, on the thread that made the call. */
-void maru_shim_set_error(const char *text, size_t n) {
+__attribute__((visibility("hidden"))) void maru_shim_set_error(const char *text, size_t n) {
   if (!error_key_ok) return; /* no key, no text: it would leak with each thread */
   char *copy = calloc(1, n + 1);
   if (copy == NULL) return;

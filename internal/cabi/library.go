@@ -49,7 +49,7 @@ type entry struct {
 	logs   *logRing
 	poison atomic.Pointer[string]
 	closed atomic.Bool
-	mu           struct {
+	mu     struct {
 		sync.Mutex
 		regions []ownRegion
 	}

@@ -267,8 +267,7 @@ class Client:
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
-        self._handle = 0
-        self._closed = True
+        self._closed = True  # until there is something to close
         lib = _lib.load()
         text = config.to_json()
         handle = c_uint64()

@@ -434,12 +434,15 @@ def opaque_text(key: KeyLike) -> tuple[bytes, int]:
     elif isinstance(key, int) and not isinstance(key, bool):
         # str() refuses integers of more than about 4300 digits with an error of
         # its own; those are over the limit anyway.
+        too_long = ValueError(
+            f"key is an integer of {key.bit_length()} bits, at most {MAX_OPAQUE_KEY_BYTES} digits are allowed"
+        )
         if key.bit_length() > 4 * MAX_OPAQUE_KEY_BYTES:
-            raise ValueError(f"key is an integer of {key.bit_length()} bits, at most {MAX_OPAQUE_KEY_BYTES} digits are allowed")
+            raise too_long
         try:
             raw, tag = str(key).encode("ascii"), 105
         except ValueError:
-            raise ValueError(f"key is an integer of {key.bit_length()} bits, at most {MAX_OPAQUE_KEY_BYTES} digits are allowed") from None
+            raise too_long from None
     elif isinstance(key, (bytes, bytearray, memoryview)):
         raw, tag = bytes(key), 98
     else:

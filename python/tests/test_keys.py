@@ -23,7 +23,7 @@ def vectors() -> dict[str, Any]:
 
 def test_namespaces(vectors: dict[str, Any]) -> None:
     assert keys.OPAQUE_NAMESPACE.hex() == vectors["opaque_namespace_hex"]
-    assert keys.FORMAT_VERSION == vectors["format"]
+    assert vectors["format"] == keys.FORMAT_VERSION
     for v in vectors["namespaces"]:
         fields = dict(v["fields"])
         fields["layers"] = tuple(fields["layers"] or ())
