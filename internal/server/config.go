@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/grpc"
+
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/directory"
 	"github.com/xcena-dev/maru/internal/node"
@@ -81,6 +83,9 @@ type Config struct {
 	Log *slog.Logger
 	// Version is the program's, for people.
 	Version string
+
+	// rmOptions are for tests that lose calls to the resource manager or their answers.
+	rmOptions []grpc.DialOption
 }
 
 func orDefault[T comparable](v, def T) T {

@@ -21,7 +21,7 @@ func keyBytes(keys []base.Key) [][]byte {
 	return out
 }
 
-func codes(r *maruv1.DeleteResponse) []base.Code {
+func codesOf(r *maruv1.DeleteResponse) []base.Code {
 	out := make([]base.Code, len(r.GetResults()))
 	for i, p := range r.GetResults() {
 		out[i] = base.Code(p.GetCode())
@@ -66,7 +66,7 @@ func TestDelete(t *testing.T) {
 	if err != nil {
 		t.Fatalf("delete: %v", err)
 	}
-	if c := codes(answer); c[0] != base.CodeUnknown || c[1] != base.CodePinned || c[2] != base.CodeNotFound {
+	if c := codesOf(answer); c[0] != base.CodeUnknown || c[1] != base.CodePinned || c[2] != base.CodeNotFound {
 		t.Fatalf("codes %v", c)
 	}
 	if n := reader.probeHits(keys); n != 15 {
@@ -76,7 +76,7 @@ func TestDelete(t *testing.T) {
 	result := make(chan error, 1)
 	go func() {
 		answer, err := reader.api.Delete(reader.ctx(), m)
-		if err == nil && codes(answer)[0] != base.CodeOK {
+		if err == nil && codesOf(answer)[0] != base.CodeOK {
 			err = errors.New(answer.GetResults()[0].GetText())
 		}
 		result <- err
@@ -156,7 +156,7 @@ func TestDeleteInKeptRegion(t *testing.T) {
 	l.prove(reader)
 	for i, k := range keys {
 		answer, err := reader.api.Delete(reader.ctx(), &maruv1.DeleteRequest{Operation: uint64(reader.next().Sequence), Keys: keyBytes([]base.Key{k})})
-		if err != nil || codes(answer)[0] != base.CodeOK {
+		if err != nil || codesOf(answer)[0] != base.CodeOK {
 			t.Fatalf("delete %d: %v %v", i, answer, err)
 		}
 	}

@@ -28,6 +28,7 @@ type rejectReason string
 const (
 	rejectFull      rejectReason = "connection_limit"
 	rejectHandshake rejectReason = "handshake"
+	rejectStale     rejectReason = "stale"
 	rejectTimeout   rejectReason = "timeout"
 	rejectMalformed rejectReason = "malformed"
 )
@@ -111,8 +112,13 @@ func (p *hotPlane) admit(conn net.Conn) {
 // reject counts and, now and then, logs why a peer was cut off.
 func (p *hotPlane) reject(conn net.Conn, reason rejectReason, err error) {
 	p.server.metrics.hotRejects.WithLabelValues(string(reason)).Inc()
+	if reason == rejectStale {
+		// Every client comes once with its old epoch after a restart.
+		p.log.Debug("hot connection closed", "reason", string(reason), "error", err)
+		return
+	}
 	if p.logGate.open() {
-		p.log.Warn("hot connection closed", "peer", conn.RemoteAddr().String(), "reason", string(reason), "error", err,
+		p.log.Warn("hot connection closed", "network", conn.LocalAddr().Network(), "peer", conn.RemoteAddr().String(), "reason", string(reason), "error", err,
 			"not_logged", p.logGate.takeSkipped())
 	}
 }
@@ -241,6 +247,9 @@ func (c *hotConn) cut(reason rejectReason, err error) {
 		reason = rejectTimeout
 	} else if errors.As(err, &timeout) {
 		return // reset by the peer: its own business
+	}
+	if errors.Is(err, base.ErrStale) {
+		reason = rejectStale
 	}
 	c.plane.reject(c.conn, reason, err)
 }

@@ -38,14 +38,10 @@ func testConfig(t testing.TB) Config {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	log := slog.New(slog.NewTextHandler(io.Discard, nil))
-	if os.Getenv("MARU_TEST_LOG") != "" {
-		log = slog.New(slog.NewTextHandler(os.Stderr, nil))
-	}
 	return Config{
 		Port: AnyPort, HTTPPort: AnyPort, CPUOnly: true, StateDir: filepath.Join(dir, "state"),
 		UnixPath: filepath.Join(dir, "c.sock"), HotUnixPath: filepath.Join(dir, "h.sock"),
-		Node: node.Options{Dir: dir}, CPUBudgetBytes: 1 << 30, Log: log, Version: "test",
+		Node: node.Options{Dir: dir}, CPUBudgetBytes: 1 << 30, Log: testLog(), Version: "test",
 	}
 }
 
@@ -69,3 +65,11 @@ func stopServer(t testing.TB, s *Server) {
 }
 
 func opaqueNamespace() []byte { return keys.OpaqueNamespace() }
+
+// testLog shows log lines when asked by MARU_TEST_LOG.
+func testLog() *slog.Logger {
+	if os.Getenv("MARU_TEST_LOG") != "" {
+		return slog.New(slog.NewTextHandler(os.Stderr, nil))
+	}
+	return slog.New(slog.NewTextHandler(io.Discard, nil))
+}

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -131,6 +130,7 @@ func childServer() {
 	var cfg struct {
 		Port                         int
 		Dir, StateDir, Unix, HotUnix string
+		RM                           string
 		TTL, Heartbeat, Margin       time.Duration
 	}
 	if err := json.Unmarshal([]byte(os.Getenv("MARU_TEST_CONFIG")), &cfg); err != nil {
@@ -139,9 +139,9 @@ func childServer() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	s, err := Start(ctx, Config{
-		Port: AnyPort, HTTPPort: NoPort, CPUOnly: true, StateDir: cfg.StateDir, UnixPath: cfg.Unix, HotUnixPath: cfg.HotUnix,
+		Port: AnyPort, HTTPPort: NoPort, CPUOnly: cfg.RM == "", RMAddress: cfg.RM, StateDir: cfg.StateDir, UnixPath: cfg.Unix, HotUnixPath: cfg.HotUnix,
 		Node: node.Options{Dir: cfg.Dir}, CPUBudgetBytes: 1 << 30, TTL: cfg.TTL, Heartbeat: cfg.Heartbeat, Margin: cfg.Margin,
-		Log: slog.New(slog.DiscardHandler),
+		Log: testLog(),
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -36,6 +36,8 @@ type rmLink struct {
 	server  *Server
 	log     *slog.Logger
 	address string
+	first   chan struct{} // closed when the first attempt has succeeded or failed
+	once    sync.Once
 
 	mu struct {
 		sync.Mutex
@@ -51,7 +53,7 @@ type rmLink struct {
 }
 
 func newRMLink(s *Server) *rmLink {
-	l := &rmLink{server: s, address: s.cfg.RMAddress, log: s.log.With("rm", s.cfg.RMAddress)}
+	l := &rmLink{server: s, address: s.cfg.RMAddress, log: s.log.With("rm", s.cfg.RMAddress), first: make(chan struct{})}
 	l.mu.reason = "the resource manager at " + l.address + " has not answered yet"
 	l.mu.pools = make(map[base.PoolID]*maruv1.PoolInfo)
 	return l
@@ -124,6 +126,19 @@ func (l *rmLink) poolIDs() [][]byte {
 	return out
 }
 
+func (l *rmLink) tried() { l.once.Do(func() { close(l.first) }) }
+
+// waitFirst waits until the first attempt has succeeded or failed.
+func (l *rmLink) waitFirst(most time.Duration) {
+	timer := time.NewTimer(most)
+	defer timer.Stop()
+	select {
+	case <-l.first:
+	case <-timer.C:
+	case <-l.server.ctx.Done():
+	}
+}
+
 // run ends when ctx does, or when this server is fenced.
 func (l *rmLink) run(ctx context.Context) {
 	wait := minRMBackoff
@@ -132,6 +147,7 @@ func (l *rmLink) run(ctx context.Context) {
 		began := time.Now()
 		err := l.attempt(ctx)
 		l.lost(err)
+		l.tried()
 		if ctx.Err() != nil {
 			return
 		}
@@ -234,7 +250,7 @@ func (l *rmLink) connect(ctx context.Context) (*grpc.ClientConn, *maruv1.Describ
 func (l *rmLink) dial(ctx context.Context, address string) (*grpc.ClientConn, *maruv1.DescribeResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
 	defer cancel()
-	conn, err := rpc.Dial(ctx, address)
+	conn, err := rpc.Dial(ctx, address, l.server.cfg.rmOptions...)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -300,6 +316,7 @@ func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient,
 			l.mu.client, l.mu.reason = client, ""
 			l.mu.Unlock()
 			s.rmAvailable()
+			l.tried()
 		}
 		if err := l.event(event); err != nil {
 			return err

@@ -190,6 +190,16 @@ func (s *Server) run() {
 		s.rm = newRMLink(s)
 	}
 	maruv1.RegisterMetadataServerServer(s.grpc, &control{server: s})
+	if s.rm != nil {
+		s.start(func() { s.rm.run(s.ctx) })
+		s.start(s.sweep)
+		// A session that opens before the first answer of the resource manager would be
+		// told that there is none. Peers wait in the backlog meanwhile.
+		s.rm.waitFirst(min(s.cfg.RMCallTimeout, firstRMWait))
+	}
+	for range rmWorkerCount {
+		s.start(s.rmWorker)
+	}
 	s.hot = newHotPlane(s, s.hotTCP, s.hotUnix)
 	s.hot.start()
 	for _, l := range []net.Listener{s.control.tcp, s.control.unix} {
@@ -203,14 +213,11 @@ func (s *Server) run() {
 		s.start(s.http.serve)
 	}
 	s.start(s.tick)
-	for range rmWorkerCount {
-		s.start(s.rmWorker)
-	}
-	if !s.cfg.CPUOnly {
-		s.start(func() { s.rm.run(s.ctx) })
-		s.start(s.sweep)
-	}
 }
+
+// firstRMWait bounds how long a start waits for a resource manager that accepts
+// connections but does not answer; one that is not there at all costs no wait.
+const firstRMWait = 3 * time.Second
 
 func (s *Server) start(f func()) {
 	s.wg.Add(1)
