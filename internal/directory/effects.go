@@ -13,7 +13,7 @@ const (
 	// lost is in PendingEvents until the session acknowledges it.
 	EffectSendEvent EffectKind = iota + 1
 	// EffectCloseConnections: close the hot connections and streams of (Session,
-	// Epoch): that epoch is over.
+	// Epoch): that epoch is over. Event.Reason says why.
 	EffectCloseConnections
 	// EffectFreeRegion: RM Free of (PoolID, Region, Incarnation); answer with
 	// RegionFreed, also when it failed.

@@ -34,7 +34,7 @@ func (d *Directory) Close(now time.Duration, who Caller, kind CloseKind) error {
 		if s.leases > 0 {
 			return fmt.Errorf("%w: close: %d copy leases are out; release them first", base.ErrBusy, s.leases)
 		}
-		d.gone(now, s)
+		d.gone(now, s, "the session was closed")
 		return nil
 	case CloseLeft:
 		if s.relist == relistWaiting {
@@ -49,7 +49,7 @@ func (d *Directory) Close(now time.Duration, who Caller, kind CloseKind) error {
 // leave makes a session LEFT.
 func (d *Directory) leave(now time.Duration, s *session) {
 	s.state = StateLeft
-	d.effect(Effect{Kind: EffectCloseConnections, Session: s.id, Epoch: s.epoch})
+	d.closeConnections(s, "the session was closed")
 	d.endLeases(now, s, leasesCopy)
 	d.endRequests(s)
 	d.dropOperations(s)
@@ -64,13 +64,13 @@ func (d *Directory) leave(now time.Duration, s *session) {
 // SessionGone says that a session's process is proved gone: leases and views end,
 // private memory is free, regions with keys become KEPT and those without go back
 // (R3, L1). It reports whether the session was known and not gone already.
-func (d *Directory) SessionGone(now time.Duration, id base.SessionID, _ GoneProof) bool {
+func (d *Directory) SessionGone(now time.Duration, id base.SessionID, proof GoneProof) bool {
 	d.expireDue(now)
 	s := d.sessions[id]
 	if s == nil || s.state == StateKept {
 		return false
 	}
-	d.gone(now, s)
+	d.gone(now, s, "its process is proved gone: "+proof.String())
 	return true
 }
 
@@ -81,17 +81,17 @@ func (d *Directory) NodeBooted(now time.Duration, node base.NodeID, boot base.Bo
 	n := 0
 	for _, s := range slices.Clone(d.sessionList) {
 		if s.node == node && s.boot != boot && s.state != StateKept && s.state != StateAwaited {
-			d.gone(now, s)
+			d.gone(now, s, "its node has booted again")
 			n++
 		}
 	}
 	return n
 }
 
-func (d *Directory) gone(now time.Duration, s *session) {
+func (d *Directory) gone(now time.Duration, s *session, reason string) {
 	wasHidden := s.state == StateSuspect
 	if s.state == StateLive {
-		d.effect(Effect{Kind: EffectCloseConnections, Session: s.id, Epoch: s.epoch})
+		d.closeConnections(s, reason)
 	}
 	d.counters.SessionsGone++
 	s.state, s.deadline = StateKept, 0

@@ -437,7 +437,7 @@ func TestEventWindow(t *testing.T) {
 	}
 	fenced := false
 	for _, e := range r.effects() {
-		fenced = fenced || (e.Kind == EffectSendEvent && e.Event.Kind == EventFence && e.Epoch == w.Epoch)
+		fenced = fenced || (e.Kind == EffectCloseConnections && strings.Contains(e.Event.Reason, "not acknowledged") && e.Epoch == w.Epoch)
 	}
 	_, err = r.d.PendingEvents(r.now, w, 0, nil)
 	if !fenced || !errors.Is(err, base.ErrStale) {
@@ -491,5 +491,45 @@ func TestCommitRows(t *testing.T) {
 	if res := r.commit(w, rowOf(g, 0, 2, testKey(5))); res[0].Code != base.CodeStale {
 		t.Fatalf("%+v: a page in use was written (R2)", res)
 	}
+	r.check()
+}
+
+// TestPageReuse: a page comes back only after marks, leases and the writer's word, and
+// its old generation never means anything again (DM-15, R3, S1).
+func TestPageReuse(t *testing.T) {
+	r := newRig(t, nil)
+	w, o := r.worker(1), r.worker(2)
+	g := r.expand(w, 1)
+	first := rowOf(g, 0, 1, testKey(0))
+	r.commit(w, first)
+	acquired := r.next()
+	if _, _, err := r.acquireSeq(o, acquired, base.LeaseCopy, hot.ModeEach, []int{1}, testKey(0)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.d.Delete(r.now, o, r.next(), []base.Key{testKey(0)}); err != nil {
+		t.Fatal(err)
+	}
+	ref := []PageRef{{g.Pool, g.Region, 0, first.Generation}}
+	reuse := func(want base.Code, counter uint32) {
+		t.Helper()
+		if res := r.commit(w, rowOf(g, 0, counter, testKey(1))); res[0].Code != want {
+			t.Fatalf("commit of generation %d: %+v, want %v", counter, res[0], want)
+		}
+	}
+	if err := r.d.Acknowledge(r.now, w, nil, ref); err != nil {
+		t.Fatal(err)
+	}
+	reuse(base.CodeStale, 2) // nobody asked for it yet
+	if err := r.d.Acknowledge(r.now, w, ref, ref); err != nil {
+		t.Fatal(err)
+	}
+	reuse(base.CodeStale, 2) // a reader is left
+	r.release(o, hot.ReleaseRow{Acquire: acquired, Count: 1})
+	reuse(base.CodeStale, 2) // the writer has not acknowledged
+	if err := r.d.Acknowledge(r.now, w, nil, ref); err != nil {
+		t.Fatal(err)
+	}
+	reuse(base.CodeStale, 1)
+	reuse(base.CodeOK, 2)
 	r.check()
 }

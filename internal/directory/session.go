@@ -138,7 +138,7 @@ func (d *Directory) Open(now time.Duration, req *OpenRequest) (OpenResult, error
 		ns.sessions++
 	}
 	if s.epoch != 0 {
-		d.effect(Effect{Kind: EffectCloseConnections, Session: s.id, Epoch: s.epoch})
+		d.closeConnections(s, "the session was opened again")
 	}
 	wasHidden := s.state == StateSuspect
 	s.epoch, s.secret, s.state = last+1, req.Secret, StateLive
@@ -513,7 +513,7 @@ func (d *Directory) expireDue(now time.Duration) {
 		if s.deadline <= now {
 			d.counters.SessionsExpired++
 			d.effect(Effect{Kind: EffectSessionExpired, Session: s.id, Epoch: s.epoch})
-			d.suspend(now, s)
+			d.suspend(now, s, fmt.Sprintf("no heartbeat came for %v", d.cfg.TTL))
 			continue
 		}
 		next = min(next, s.deadline)
@@ -527,17 +527,22 @@ func (d *Directory) fence(now time.Duration, s *session, reason string) {
 	d.counters.SessionsFenced++
 	s.nextEvent++
 	d.effect(Effect{Kind: EffectSendEvent, Session: s.id, Epoch: s.epoch, Event: Event{Number: s.nextEvent, Kind: EventFence, Reason: reason}})
-	d.suspend(now, s)
+	d.suspend(now, s, reason)
 }
 
 // suspend makes a live session SUSPECT: hidden, charged, nothing reused. Copy
 // leases end, views stay (R4).
-func (d *Directory) suspend(now time.Duration, s *session) {
+func (d *Directory) suspend(now time.Duration, s *session, reason string) {
 	s.state = StateSuspect
-	d.effect(Effect{Kind: EffectCloseConnections, Session: s.id, Epoch: s.epoch})
+	d.closeConnections(s, reason)
 	d.endLeases(now, s, leasesCopy)
 	d.endRequests(s)
 	s.window, s.backlog, s.backlogHead = nil, nil, 0
+}
+
+// closeConnections ends an epoch at the transport.
+func (d *Directory) closeConnections(s *session, reason string) {
+	d.effect(Effect{Kind: EffectCloseConnections, Session: s.id, Epoch: s.epoch, Event: Event{Kind: EventFence, Reason: reason}})
 }
 
 // trimExpired forgets the oldest records of expired sessions that hold nothing.
