@@ -5,10 +5,13 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"os"
+	"os/exec"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
 )
 
@@ -92,6 +95,120 @@ func TestMeta(t *testing.T) {
 		"probe throughput, 2 processes": 2, "server cpu of a key": 2,
 		"resident bytes of 9000 objects": 2, "acquire 64 of 9000 against of 1000": 2,
 	})
+}
+
+func TestRM(t *testing.T) {
+	if _, err := os.Stat("/dev/shm"); err != nil {
+		t.Skipf("the pool lies in memory: %v", err)
+	}
+	dir, err := diskDir()
+	if err != nil {
+		t.Skipf("no directory on a disk: %v", err)
+	}
+	if err := os.Remove(dir); err != nil {
+		t.Fatal(err)
+	}
+	s := rmSizes{regions: 6, many: 10, rounds: 5, callers: 3, starts: 2}
+	r, err := s.run(testContext(t), logged(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkRows(t, r, map[string]int{
+		"allocations, 3 concurrent callers, up to 6 regions, pool in memory": 1, "allocations, 3 concurrent callers, up to 10 regions": 1,
+		"allocate with 6 regions": 2, "free with 6 regions": 1, "start with 10 regions, to the first answer": 1,
+	})
+	s.many = s.regions
+	if r, err = s.run(testContext(t), logged(t)); err != nil {
+		t.Fatal(err)
+	}
+	checkRows(t, r, map[string]int{"allocate with 6 regions": 2, "start with 6 regions, to the first answer": 1})
+}
+
+func TestStart(t *testing.T) {
+	s := startSizes{poolBytes: 64 << 20, objectKiB: 64, starts: 1, settle: 10 * time.Millisecond, idle: 50 * time.Millisecond}
+	r, err := s.run(testContext(t), logged(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkRows(t, r, map[string]int{"cpu pool of 0 GiB": 2, "maru up": 1, "idle maru-resource-manager": 1, "idle maru-server": 1, "idle client": 1})
+}
+
+// TestGoTransfers runs what the rows of the Go client run; the Python ones are checked
+// where Python and the library are.
+func TestGoTransfers(t *testing.T) {
+	ctx := testContext(t)
+	var at serverReady
+	server, err := startPart(ctx, "server", serverOptions{CPUBytes: 64 << 20, CXLBytes: 32 << 20}, &at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := server.close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	for _, medium := range []string{"cpu", "cxl"} {
+		for _, sums := range []client.Switch{client.Off, client.On} {
+			size := objectSize{bytes: 16 << 10, batches: 2}
+			g, err := openTransfers(ctx, at.Server, medium, sums, size, 4)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for range 2 {
+				times, err := g.measure(ctx)
+				if err != nil {
+					t.Fatalf("%s, checksums %v: %v", medium, sums, err)
+				}
+				for name, want := range map[string]int{"store": 2, "load": 2, "store one": 4, "load one": 4} {
+					if len(times[name]) != want || len(times[name+" memcpy"]) != want {
+						t.Errorf("%s: %d times, %d of memcpy, want %d", name, len(times[name]), len(times[name+" memcpy"]), want)
+					}
+				}
+			}
+			if err := g.close(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+func TestData(t *testing.T) {
+	ctx := testContext(t)
+	if _, err := findPython(ctx); err != nil {
+		if !errors.Is(err, base.ErrUnsupported) {
+			t.Fatal(err)
+		}
+		t.Skip(err)
+	}
+	s := dataSizes{
+		objects: []objectSize{{8 << 10, 2, 0.75, 0.65}}, media: []string{"cpu", "cxl"}, batch: 4, rounds: 1, probe: 32, turns: 1, probes: 3,
+	}
+	r, err := s.run(ctx, logged(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkRows(t, r, map[string]int{
+		"store 4x 8 KiB, cpu, checksums off, Python": 1, "load 4x 8 KiB, cxl, checksums on, Python": 1, "store 1x 8 KiB": 8, "load 4x 8 KiB": 8,
+		"Python overhead of a batch of 32 packed keys": 1, "Python overhead of a batch of 32 str keys": 1,
+	})
+}
+
+// TestDataNamesTheCure wants errors that say what to do.
+func TestDataNamesTheCure(t *testing.T) {
+	t.Setenv(pythonVariable, "no-such-python")
+	_, err := Run(testContext(t), "data", Options{Quick: true})
+	if !errors.Is(err, base.ErrUnsupported) || !strings.Contains(err.Error(), pythonVariable) {
+		t.Errorf("without Python: %v", err)
+	}
+	python, lookErr := exec.LookPath("python3")
+	if lookErr != nil {
+		t.Skipf("no python3: %v", lookErr)
+	}
+	t.Setenv(pythonVariable, python)
+	t.Setenv(libraryVariable, "/nowhere/libmaru.so")
+	if _, err = Run(testContext(t), "data", Options{Quick: true}); !errors.Is(err, base.ErrUnsupported) || !strings.Contains(err.Error(), "make build") {
+		t.Errorf("without the library: %v", err)
+	}
 }
 
 func TestRunRefusesUnknownNames(t *testing.T) {

@@ -1,0 +1,1 @@
+"""Benchmarks that need Python; `maru bench data` runs them."""
