@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"net"
+	"net/http"
 
 	"github.com/xcena-dev/maru/internal/obs"
 	"github.com/xcena-dev/maru/internal/rpc"
@@ -22,6 +23,7 @@ func newHTTPServer(s *Server) (*httpServer, error) {
 	}
 	return &httpServer{server: s, listener: l, http: obs.NewHTTP(obs.HTTPOptions{
 		Registry: s.metrics.registry, Ready: s.readiness, Log: s.log,
+		Pages: map[string]http.Handler{"GET /{$}": http.HandlerFunc(s.serveStatus)},
 	})}, nil
 }
 

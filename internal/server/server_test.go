@@ -2,6 +2,8 @@ package server
 
 import (
 	"errors"
+	"net/http"
+	"strings"
 	"testing"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
@@ -57,5 +59,36 @@ func TestStoreAndLoad(t *testing.T) {
 	}
 	if u := s.usage(); len(u.Pools) != 0 || u.Objects != 0 {
 		t.Errorf("after drained closes: %+v", u)
+	}
+}
+
+// What a person and a scraper see: bounded labels, no ids in metrics, markup escaped.
+func TestHTTP(t *testing.T) {
+	s := startServer(t, testConfig(t))
+	c := newClient(t, s.ControlAddress(), func(m *maruv1.OpenRequest) { m.EngineId, m.InstanceId = "engine-x", "<script>alert(1)</script>" })
+	c.connect("")
+	r := c.expand(maruv1.Medium_MEDIUM_CPU, 4, 4096)
+	c.commitKeys(r, c.open.GetEpoch(), testKeyRange(0, 4))
+	status, page := httpGet(t, s, "/")
+	if status != http.StatusOK || !strings.Contains(page, c.id.String()) || strings.Contains(page, "<script>") {
+		t.Errorf("status page: %d %s", status, page)
+	}
+	status, body := httpGet(t, s, "/metrics")
+	for _, want := range []string{
+		`maru_server_objects 4`, `maru_server_sessions{state="live"} 1`, `maru_server_hot_requests_total{op="commit"} 1`,
+		`maru_server_pool_bytes{medium="cpu",state="ready"} 16384`, `maru_server_degraded 0`,
+	} {
+		if !strings.Contains(body, want) {
+			t.Errorf("metrics lack %q", want)
+		}
+	}
+	if status != http.StatusOK || strings.Contains(body, c.id.String()) || strings.Contains(body, "engine-x") {
+		t.Errorf("metrics: %d, or an id in a label", status)
+	}
+	if status, body := httpGet(t, s, "/healthz"); status != http.StatusOK || body != "ok\n" {
+		t.Errorf("healthz: %d %q", status, body)
+	}
+	if status, body := httpGet(t, s, "/readyz"); status != http.StatusOK || body != "ok\n" {
+		t.Errorf("readyz: %d %q", status, body)
 	}
 }
