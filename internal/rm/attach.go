@@ -85,6 +85,9 @@ func (s *Server) offline(id base.PoolID, path string, err error) {
 func (s *Server) attachNamed(spec PoolSpec) error {
 	known, ok := s.known(spec.Path)
 	create := spec
+	if ok && spec.SizeBytes != 0 && spec.SizeBytes != known.DeviceBytes {
+		return fmt.Errorf("%w: it was made with size %d, asked is %d; a pool keeps its size (maru device clear takes it away)", base.ErrMismatch, known.DeviceBytes, spec.SizeBytes)
+	}
 	if ok {
 		// A pool that is known is never made anew by a flag: its regions would be
 		// dropped without anybody's word.

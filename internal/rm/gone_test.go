@@ -3,11 +3,14 @@ package rm
 import (
 	"errors"
 	"io"
+	"os"
 	"testing"
 	"time"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/flush"
+	"github.com/xcena-dev/maru/internal/media/dax"
 	"github.com/xcena-dev/maru/internal/poolfmt"
 )
 
@@ -282,4 +285,79 @@ func TestRecords(t *testing.T) {
 	if got, err = read(); err != nil || got.GetRecords()[3*poolfmt.RecordBytes] != 7 {
 		t.Errorf("a retry zeroed the table of a mapped region: %v", err)
 	}
+}
+
+// On a software-coherent pool pages are rounded up to 4096, and a dead mapper's
+// range is written back before it is free.
+func TestSoftwareCoherence(t *testing.T) {
+	if !flush.Supported() {
+		t.Skip("this processor or build cannot write cache lines back")
+	}
+	f := newFixture(t)
+	f.cfg.Pools[0].Coherence = base.CoherenceSoftware
+	s := f.start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	r := o.request(1)
+	r.PageSize = 5000
+	a, err := c.Allocate(ctxOf(t), r)
+	if err != nil || a.GetPlace().GetPageSize() != 8192 || a.GetPlace().GetLength() != 16*8192 {
+		t.Fatalf("%v, %v", a, err)
+	}
+	if again, err := c.Allocate(ctxOf(t), r); err != nil || again.GetHandle().GetRegionId() != a.GetHandle().GetRegionId() {
+		t.Errorf("a retry with the asked page size: %v, %v", again, err)
+	}
+	m := startMapper(t, s, o.hold(newID(), 1, a.GetHandle()))
+	if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()}); err != nil {
+		t.Fatal(err)
+	}
+	events, err := c.WatchOwner(ctxOf(t), &maruv1.WatchOwnerRequest{OwnerId: o.id, Incarnation: o.inc})
+	if err != nil {
+		t.Fatal(err)
+	}
+	next(t, events.Recv)
+	m.kill()
+	if e := next(t, events.Recv).GetSessionGone(); e == nil {
+		t.Fatal("no proof")
+	}
+	if e := next(t, events.Recv).GetRegionFreed(); e == nil {
+		t.Fatal("not freed")
+	}
+}
+
+// A pool keeps its size, takes a new name, and may move.
+func TestKnownPool(t *testing.T) {
+	f := newFixture(t)
+	id := func() base.PoolID {
+		s := f.start()
+		defer func() { _ = s.Close() }()
+		p := s.glance.Load().pools
+		if len(p) != 1 || p[0].OfflineReason != "" || p[0].Name != f.cfg.Pools[0].Name {
+			t.Fatalf("%+v", p)
+		}
+		return p[0].ID
+	}
+	first := id()
+	f.cfg.Pools[0].SizeBytes *= 2
+	f.refused(t, base.ErrMismatch, "size")
+	f.cfg.Pools[0].SizeBytes = 0
+	f.cfg.Pools[0].Name = "renamed"
+	if got := id(); got != first {
+		t.Errorf("another pool %s", got)
+	}
+	moved := f.cfg.Pools[0].Path + "-moved"
+	if err := os.Rename(f.cfg.Pools[0].Path, moved); err != nil {
+		t.Fatal(err)
+	}
+	f.cfg.Pools[0].Path = moved
+	if got := id(); got != first {
+		t.Errorf("another pool %s", got)
+	}
+	// A copy shows the same pool; one of them is used.
+	twin := moved + "-copy"
+	if err := os.WriteFile(twin, readFile(t, moved), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	f.cfg.Pools = append(f.cfg.Pools, PoolSpec{Kind: dax.KindFile, Path: twin})
+	f.refused(t, base.ErrBusy, "copy")
 }

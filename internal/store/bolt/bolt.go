@@ -34,6 +34,9 @@ const (
 
 	// initialMapBytes is enough for some 100 000 regions without mapping anew.
 	initialMapBytes = 64 << 20
+
+	// writtenAheadBytes holds some 5000 regions.
+	writtenAheadBytes = 4 << 20
 )
 
 // Identity says whose store it is. It never changes.
@@ -103,6 +106,9 @@ func Create(path string, id Identity) (err error) {
 		err = closeErr
 	}
 	if err == nil {
+		err = writeAhead(aside)
+	}
+	if err == nil {
 		err = os.Link(aside, path) // unlike a rename it never replaces a store
 	}
 	if err == nil {
@@ -115,6 +121,27 @@ func Create(path string, id Identity) (err error) {
 		return fileError("make", path, err)
 	}
 	return nil
+}
+
+// writeAhead gives the file blocks that were written once. bbolt makes its file
+// longer without writing to it, and then the first commit to use a page has to
+// wait for the file system's journal too.
+func writeAhead(path string) error {
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	info, err := f.Stat()
+	if err == nil && info.Size() < writtenAheadBytes {
+		_, err = f.WriteAt(make([]byte, writtenAheadBytes-info.Size()), info.Size())
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	if closeErr := f.Close(); err == nil {
+		err = closeErr
+	}
+	return err
 }
 
 // SyncDir makes the names in a directory durable.
