@@ -19,10 +19,12 @@ import dataclasses
 import enum
 import json
 import logging
+import struct
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Union
 
@@ -47,7 +49,10 @@ __all__ = [
 
 logger = logging.getLogger("maru")
 
-_EMPTY = memoryview(b"")
+# maru_view: id, data, bytes, region, index.
+_VIEW = struct.Struct("<QQQII")
+# Views released with one call.
+_RELEASE_COUNT = 4096
 
 
 class Mode(enum.IntEnum):
@@ -230,15 +235,15 @@ class _Lease:
     keep it as well."""
 
     # Made into a subclass of a ctypes array per object size by _owner_type.
-    _client: Client
-    _view_id: int
+    __slots__ = ()
+    _release: tuple[SimpleQueue[int], int]
 
     def __del__(self) -> None:
-        try:
-            self._client._release_view(self._view_id)
-        except (AttributeError, TypeError):
-            # The interpreter is ending; so do the leases.
-            return
+        # It runs in whatever thread and at whatever place: it takes no lock of ours,
+        # and SimpleQueue.put may be interrupted by itself. One of the client's
+        # threads collects the ids of a burst and makes one call for them.
+        queue, view_id = self._release
+        queue.put(view_id)
 
 
 _owner_types: dict[int, Any] = {}
@@ -251,7 +256,7 @@ def _owner_type(size: int) -> Any:
     if t is None:
         if len(_owner_types) > 256:
             _owner_types.clear()
-        t = type("_Owner", (_Lease, ctypes.c_ubyte * size), {})
+        t = type("_Owner", (_Lease, ctypes.c_ubyte * size), {"__slots__": ("_release",)})
         _owner_types[size] = t
     return t
 
@@ -274,13 +279,18 @@ class Client:
         _lib.check(lib, lib.maru_open(text, len(text), handle))
         self._lib = lib
         self._handle: int = handle.value
-        self._closed = False
         self._jobs_lock = threading.Lock()
         self._jobs: dict[int, tuple[int, Memory]] = {}
+        self._released: SimpleQueue[int] = SimpleQueue()
+        self._logs = threading.Thread(target=_forward_logs, args=(lib, self._handle), name="maru-log", daemon=True)
+        self._releaser = threading.Thread(
+            target=_release_views, args=(lib, self._handle, self._released), name="maru-release", daemon=True
+        )
+        self._logs.start()
+        self._releaser.start()
+        self._closed = False
         self._info = self.info()
         self.page_bytes: int = self._info["page_bytes"]
-        self._logs = threading.Thread(target=_forward_logs, args=(lib, self._handle), name="maru-log", daemon=True)
-        self._logs.start()
 
     # --- life ---
 
@@ -290,6 +300,13 @@ class Client:
         if self._closed:
             return
         self._closed = True
+        # Whatever was dropped before is no view that is out. The last reference to a
+        # client can be dropped anywhere, also in the thread that is joined here.
+        self._released.put(0)
+        if threading.current_thread() is not self._releaser:
+            self._releaser.join(timeout)
+        while ids := _waiting(self._released):
+            _release_now(self._lib, self._handle, ids)
         status = self._lib.maru_close(self._handle, max(1, int(timeout * 1000)))
         if status and status != Code.CLOSED:
             logger.warning("maru: close: %s", _lib.last_error(self._lib))
@@ -440,30 +457,27 @@ class Client:
             return []
         if _count(keys, KEY_BYTES, "keys") != count:
             raise ValueError(f"keys have {len(keys)} bytes, {count} keys have {count * KEY_BYTES}")
-        rows = (_lib.View * count)()
+        rows = bytearray(_VIEW.size * count)
         self._check(
-            self._lib.maru_retrieve(self._handle, count, _lib.address(keys), mode, rows, _ms(timeout))
+            self._lib.maru_retrieve(
+                self._handle, count, _lib.address(keys), mode, (ctypes.c_char * len(rows)).from_buffer(rows), _ms(timeout)
+            )
         )
         out: list[tuple[memoryview, int, int] | None] = []
         append, page_bytes = out.append, self.page_bytes
         owner_type = _owner_type(page_bytes) if page_bytes else None
-        for row in rows:
-            if not row.id:
+        released = self._released
+        for view_id, data, size, region, index in _VIEW.iter_unpack(rows):
+            if not view_id:
                 append(None)
                 continue
-            size = row.bytes
-            if owner_type is None or size > page_bytes or not size:
-                owner = _owner_type(max(size, 1)).from_address(row.data)
+            if owner_type is None or size > page_bytes:
+                owner = _owner_type(max(size, 1)).from_address(data)
             else:
-                owner = owner_type.from_address(row.data)
-            owner._view_id, owner._client = row.id, self
-            append((memoryview(owner).cast("B")[:size].toreadonly(), row.region, row.index))
+                owner = owner_type.from_address(data)
+            owner._release = (released, view_id)
+            append((memoryview(owner).cast("B")[:size].toreadonly(), region, index))
         return out
-
-    def _release_view(self, view_id: int) -> None:
-        # Called from __del__, in whatever thread and at whatever place: it takes no
-        # lock of ours, and the library's call does not wait.
-        self._lib.maru_release_views(self._handle, 1, ctypes.byref(c_uint64(view_id)))
 
     def pin(self, keys: Buffer, mode: Mode = Mode.PREFIX, timeout: float | None = None) -> array[int]:
         """Counts up a view lease on each key. Codes: OK or why not; in PREFIX mode
@@ -593,6 +607,31 @@ class Client:
     def _check(self, status: int) -> None:
         if status:
             raise error_of(status, _lib.last_error(self._lib))
+
+
+def _waiting(queue: SimpleQueue[int]) -> list[int]:
+    out: list[int] = []
+    try:
+        while len(out) < _RELEASE_COUNT:
+            out.append(queue.get_nowait())
+    except Empty:
+        pass
+    return out
+
+
+def _release_now(lib: ctypes.CDLL, handle: int, ids: list[int]) -> None:
+    packed = array("Q", filter(None, ids))  # 0 ends the thread and is no view
+    if packed:
+        # Of a closed client they are gone already.
+        lib.maru_release_views(handle, len(packed), packed.buffer_info()[0])
+
+
+def _release_views(lib: ctypes.CDLL, handle: int, queue: SimpleQueue[int]) -> None:
+    while True:
+        ids = [queue.get(), *_waiting(queue)]
+        _release_now(lib, handle, ids)
+        if 0 in ids:
+            return
 
 
 def _forward_logs(lib: ctypes.CDLL, handle: int) -> None:
