@@ -15,7 +15,7 @@ none)
 vllm)
   bash scripts/install.sh python vllm
   bash scripts/build.sh
-  exec env PYTHONPATH=python "$VLLM_VENV/bin/python" python/demo/vllm_demo.py "$@"
+  exec env PYTHONPATH=python "$VLLM_VENV/bin/python" -m demo.vllm_demo --cache "$MARU_CACHE" "$@"
   ;;
 *) die "ENGINE=$ENGINE: there are 'vllm' and 'none'" ;;
 esac

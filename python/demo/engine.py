@@ -8,13 +8,15 @@ descriptor given as --answers.
 Commands: {"do": "start", "model": DIR, "kv_transfer": {...}, "llm": {...}};
 {"do": "run", "prompts": [[ids]], "max_tokens": n, "salt": s};
 {"do": "reset"} drops the engine's own prefix cache; {"do": "counters"};
-{"do": "stop"}.
+{"do": "watch_bytes"}, then {"do": "bytes"} gives digests of the KV bytes of
+chunks that were stored and loaded, by key; {"do": "stop"}.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -43,7 +45,24 @@ class Engine:
         kwargs.update(llm)
         if kv_transfer:
             kwargs["kv_transfer_config"] = KVTransferConfig(**kv_transfer)
+        self._stored: dict[str, str] = {}
+        self._loaded: dict[str, str] = {}
+        self._tensors: list[Any] = []
+        if kv_transfer:
+            self._keep_tensors()
         self._llm = LLM(model=model, **kwargs)
+
+    def _keep_tensors(self) -> None:
+        """Takes note of the KV tensors when the engine registers them."""
+        from maru_vllm import MaruKVConnector
+
+        register, tensors = MaruKVConnector.register_kv_caches, self._tensors
+
+        def keep(connector: Any, kv_caches: dict[str, Any]) -> None:
+            tensors[:] = [kv_caches[name] for name in connector._shape.layer_names]
+            register(connector, kv_caches)
+
+        MaruKVConnector.register_kv_caches = keep
 
     def run(self, prompts: list[list[int]], max_tokens: int, salt: str = "", together: bool = False) -> list[dict[str, Any]]:
         """Answers prompts, one after the other or together: tokens, logprobs, cached tokens, seconds to the first token."""
@@ -86,6 +105,39 @@ class Engine:
         counters: dict[str, Any] = dataclasses.asdict(worker.counters)
         counters["library"] = worker.library_stats()
         return counters
+
+    def watch_bytes(self) -> None:
+        """From now on keeps a digest of the KV bytes of every chunk that is stored or loaded whole."""
+        _, connector = self.connectors()
+        worker = connector._worker
+        tensors = self._tensors
+        stored, loaded = self._stored, self._loaded
+        size = worker._chunk_blocks
+
+        def digest(blocks: list[int]) -> str:
+            h = hashlib.sha256()
+            for b in blocks:
+                for t in tensors:
+                    h.update(t[b].contiguous().view(-1).numpy().tobytes())
+            return h.hexdigest()
+
+        start_stores, end_load = worker.start_stores, worker._end_load
+
+        def start(orders: Any) -> None:
+            for store in orders.stores:
+                for i in range(len(store.keys) // 32):
+                    stored[store.keys[32 * i : 32 * i + 32].hex()] = digest(store.blocks[i * size : (i + 1) * size])
+            start_stores(orders)
+
+        def end(load: Any, codes: Any) -> None:
+            at = 0
+            for i, count in enumerate(load.counts):
+                if codes[i] == 0 and count == size:
+                    loaded[load.keys[32 * i : 32 * i + 32].hex()] = digest(load.blocks[at : at + count])
+                at += count
+            end_load(load, codes)
+
+        worker.start_stores, worker._end_load = start, end
 
     def reset(self) -> bool:
         """Drops the engine's own prefix cache."""
@@ -145,6 +197,11 @@ def main() -> int:
                 say(ok=True, counters=engine.counters())
             elif what == "reset":
                 say(ok=engine.reset())
+            elif what == "watch_bytes":
+                engine.watch_bytes()
+                say(ok=True)
+            elif what == "bytes":
+                say(ok=True, stored=engine._stored, loaded=engine._loaded)
             else:
                 say(error=f"unknown command {what}")
         except Exception as e:  # noqa: BLE001  (the caller decides what a failure of the engine means)
