@@ -65,6 +65,7 @@ type Client struct {
 		segmentRegion []base.RegionID // per cpu segment; 0: none
 		corrupt       []base.Key      // to be deleted
 		workers       []Worker
+		touch         []*mapped // to be touched ahead; [0] is at work
 		layouts       map[LayoutID]*layout
 		lastLayout    LayoutID
 	}

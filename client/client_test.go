@@ -484,6 +484,33 @@ func TestServerAway(t *testing.T) {
 	}
 }
 
+func TestHungServer(t *testing.T) {
+	f := startFake(t)
+	cfg := cxlConfig(f)
+	cfg.RPCTimeout = 200 * time.Millisecond
+	c := open(t, cfg)
+	v := value(1, 1000)
+	want(t, "store", storeOne(t, c, 1, v), base.CodeOK)
+	f.mu.Lock()
+	f.mu.muteBeats = true
+	f.mu.Unlock()
+	f.hang.Store(true)
+	dst := make([]byte, len(v))
+	began := time.Now()
+	for range 100 {
+		want(t, "load", loadOne(t, c, 1, dst), base.CodeMiss)
+	}
+	if d := time.Since(began); d > time.Second {
+		t.Fatalf("100 loads from a server that hangs took %v", d)
+	}
+	f.hang.Store(false)
+	f.mu.Lock()
+	f.mu.muteBeats = false
+	f.mu.Unlock()
+	eventually(t, "a load", func() bool { return loadOne(t, c, 1, dst) == base.CodeOK })
+	eventually(t, "the releases", func() bool { return f.leases() == 0 })
+}
+
 func TestConnectLater(t *testing.T) {
 	f := startFake(t)
 	cfg := cxlConfig(f)

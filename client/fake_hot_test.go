@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"fmt"
 	"net"
+	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
@@ -60,6 +61,9 @@ func (f *fake) serveConn(conn net.Conn) {
 		h, payload, err := r.Next()
 		if err != nil {
 			return
+		}
+		for f.hang.Load() {
+			time.Sleep(time.Millisecond)
 		}
 		out, err := f.answer(s, h, payload)
 		if err != nil {

@@ -40,6 +40,8 @@ type fake struct {
 	address string
 	boot    []byte
 	ttl     atomic.Int64 // ms
+	// hang: hot calls are not answered.
+	hang atomic.Bool
 	// coherence of the pool.
 	coherence maruv1.Coherence
 

@@ -61,12 +61,19 @@ func newHotPool(l *link, address rpc.Address, connections int, timeout time.Dura
 
 // get waits for a slot and connects it if need be. Errors: ErrUnavailable, ErrTimeout,
 // ErrStale (the epoch is over), ErrDenied.
-func (p *hotPool) get(ctx context.Context) (*hotConn, error) {
+func (p *hotPool) get(ctx context.Context, deadline time.Time) (*hotConn, error) {
+	if p.link.hung.Load() {
+		return nil, fmt.Errorf("%w: the server did not answer the last call and no heartbeat since", base.ErrUnavailable)
+	}
 	select {
 	case <-p.tokens:
 	default:
+		timer := time.NewTimer(time.Until(deadline))
+		defer timer.Stop()
 		select {
 		case <-p.tokens:
+		case <-timer.C:
+			return nil, fmt.Errorf("%w: waiting for a hot connection (setting HotConnections)", base.ErrTimeout)
 		case <-ctx.Done():
 			return nil, fmt.Errorf("%w: waiting for a hot connection: %w", base.ErrTimeout, ctx.Err())
 		}
@@ -231,13 +238,13 @@ const (
 func (p *hotPool) call(
 	ctx context.Context, op hot.Op, limit time.Duration, encode func(dst []byte, id uint64) []byte, decode func(payload []byte) error,
 ) (delivery, error) {
-	deadline := time.Now().Add(limit)
+	deadline, shorter := time.Now().Add(limit), false
 	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
-		deadline = d
+		deadline, shorter = d, true
 	}
 	state := notSent
 	for {
-		h, err := p.get(ctx)
+		h, err := p.get(ctx, deadline)
 		if err != nil {
 			return state, err
 		}
@@ -253,6 +260,9 @@ func (p *hotPool) call(
 			return d, err
 		}
 		state = max(state, d)
+		if errors.Is(err, base.ErrTimeout) && !shorter {
+			p.link.hung.Store(true)
+		}
 		if !stale || !time.Now().Before(deadline) || ctx.Err() != nil {
 			return state, err
 		}

@@ -42,7 +42,11 @@ type link struct {
 	unix     *grpc.ClientConn // nil: the client's own connection is used
 	hot      *hotPool
 	provable atomic.Bool
-	proved   bool // the domains, to the RM and the server; under growMu
+	// hung: a call had no answer in its time. Until the next heartbeat has one, calls are
+	// not made, so that a server that hangs costs one of them its time-out and not all.
+	hung   atomic.Bool
+	owner  atomic.Uint32 // the server's incarnation at the RM; 0: it has none now
+	proved bool          // the domains, to the RM and the server; under growMu
 
 	pools map[uint32]pool
 
@@ -209,6 +213,7 @@ func (c *Client) adopt(ctx context.Context, resp *maruv1.OpenResponse, sent time
 		secret: resp.GetSecret(), namespace: base.NamespaceNumber(resp.GetNamespaceNumber()), resp: resp, unix: unix,
 		sameBoot: string(resp.GetBootId()) == string(c.node.Boot[:]), pools: poolsOf(resp.GetPools()),
 	}
+	l.owner.Store(resp.GetOwnerIncarnation())
 	l.ctx, l.cancel = context.WithCancel(c.ctx)
 	adopted := false
 	defer func() {
@@ -298,7 +303,7 @@ func (c *Client) reachable(address string) string {
 
 // prove makes one connection now.
 func (p *hotPool) prove(ctx context.Context) error {
-	h, err := p.get(ctx)
+	h, err := p.get(ctx, time.Now().Add(p.timeout))
 	if err != nil {
 		return err
 	}
@@ -331,8 +336,15 @@ func (c *Client) install(l *link, sent time.Duration) {
 		c.count.reconnects.Add(1)
 	}
 	c.wg.Go(func() { c.stream(l) })
-	if snap != nil {
+	switch {
+	case snap != nil:
 		c.relist(l, snap)
+	case old != nil:
+		// Their epoch changed between Commit and mark.
+		c.mu.Lock()
+		unmarked := c.mu.core.Unmarked(nil)
+		c.mu.Unlock()
+		c.mark(unmarked, l)
 	}
 	c.kick()
 }

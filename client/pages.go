@@ -435,18 +435,19 @@ func (c *Client) RegionView(region base.RegionID, offset, size uint64) (b []byte
 		return nil, false, err
 	}
 	defer c.leave()
-	m := c.region(region)
-	if m == nil {
-		return nil, false, fmt.Errorf("%w: region %d is not mapped here", base.ErrNotFound, region)
-	}
-	if offset > uint64(len(m.data)) || size > uint64(len(m.data))-offset {
-		return nil, false, fmt.Errorf("%w: %d bytes at %d of region %d, which has %d", base.ErrInvalid, size, offset, region, len(m.data))
-	}
 	c.mu.Lock()
 	held := c.mu.core.Hold(region)
 	c.mu.Unlock()
-	if !held {
-		return nil, false, fmt.Errorf("%w: region %d is going back", base.ErrNotFound, region)
+	m := c.region(region)
+	if held && m == nil {
+		c.unhold(region)
+	}
+	if !held || m == nil {
+		return nil, false, fmt.Errorf("%w: region %d is not mapped here", base.ErrNotFound, region)
+	}
+	if offset > uint64(len(m.data)) || size > uint64(len(m.data))-offset {
+		c.unhold(region)
+		return nil, false, fmt.Errorf("%w: %d bytes at %d of region %d, which has %d", base.ErrInvalid, size, offset, region, len(m.data))
 	}
 	m.exported.Add(1)
 	return m.data[offset : offset+size : offset+size], m.own == session.Own, nil
@@ -465,11 +466,15 @@ func (c *Client) ReleaseRegionView(region base.RegionID) error {
 		}
 		return fmt.Errorf("%w: no view of region %d is out", base.ErrNotFound, region)
 	}
+	c.unhold(region)
+	return nil
+}
+
+func (c *Client) unhold(region base.RegionID) {
 	c.mu.Lock()
 	c.mu.core.Unhold(region)
 	c.mu.Unlock()
 	c.kick()
-	return nil
 }
 
 // RegionPageCount returns the page count of a region that is owned or mapped. Errors:

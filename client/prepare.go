@@ -176,15 +176,14 @@ func (c *Client) grantSegment(ctx context.Context, l *link, i int) (*mapped, err
 			m.info.ID, resp.GetPlace().GetPageCount(), resp.GetPlace().GetPageSize())
 	}
 	c.mu.Lock()
-	err = c.mu.core.AddRegion(m.info, session.Own)
-	if err == nil {
-		c.mu.segmentRegion[i] = m.info.ID
-	}
+	c.mu.segmentRegion[i] = m.info.ID
 	c.mu.Unlock()
-	if err != nil {
+	if err := c.addRegion(m, session.Own); err != nil {
+		c.mu.Lock()
+		c.mu.segmentRegion[i] = 0
+		c.mu.Unlock()
 		return nil, err
 	}
-	c.setRegion(m.info.ID, m)
 	if c.cfg.Prefault != Off {
 		c.prefault(m)
 	}

@@ -10,11 +10,13 @@ import (
 	"testing"
 	"time"
 
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
 	"github.com/xcena-dev/maru/internal/media/dax"
 	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/rm"
+	"github.com/xcena-dev/maru/internal/rpc"
 	"github.com/xcena-dev/maru/internal/server"
 )
 
@@ -282,6 +284,56 @@ func TestRealServerRestart(t *testing.T) {
 	}
 	// What was listed comes back when the rule "Server restart" is met (L1).
 	eventually(t, "the listed page", func() bool { return c.Stats().PagesQuarantined == 0 })
+}
+
+// TestRealManagerRestart takes the resource manager away for a while: what is mapped goes
+// on, new regions come when it is back, and holds are given back at the end.
+func TestRealManagerRestart(t *testing.T) {
+	l := startLab(t, 64<<20)
+	cfg := l.config()
+	cfg.RegionBytes, cfg.CXLBytes, cfg.ExpandBytes = 2*testPage, 8*testPage, 2*testPage
+	c, other := open(t, cfg), open(t, cfg)
+	v := value(1, 100000)
+	dst := make([]byte, len(v))
+	want(t, "store", storeOne(t, c, 0, v), base.CodeOK)
+	want(t, "load elsewhere", loadOne(t, other, 0, dst), base.CodeOK)
+	if err := l.rm.Close(); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "store without the RM", storeOne(t, c, 1, v), base.CodeOK)
+	want(t, "load without the RM", loadOne(t, other, 1, dst), base.CodeOK)
+	want(t, "no region without the RM", storeOne(t, c, 2, v), base.CodeFull)
+	var err error
+	if l.rm, err = rm.Start(t.Context(), l.rmCfg); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "a region after the restart", func() bool { return storeOne(t, c, 2, v) == base.CodeOK })
+	want(t, "load from it", loadOne(t, other, 2, dst), base.CodeOK)
+	if !bytes.Equal(dst, v) {
+		t.Fatal("bytes differ")
+	}
+	if err := other.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	holders := map[string]bool{}
+	conn, err := rpc.Dial(t.Context(), "unix:"+l.rmCfg.UnixPath)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	list, err := maruv1.NewResourceManagerClient(conn).ListHolds(t.Context(), &maruv1.ListHoldsRequest{Limit: 100})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range list.GetHolds() {
+		holders[string(h.GetSessionId())] = true
+	}
+	if id := other.Session(); holders[string(id[:])] {
+		t.Fatal("a drained close left a hold")
+	}
+	if id := c.Session(); !holders[string(id[:])] {
+		t.Fatal("the writer's hold is gone")
+	}
 }
 
 func portOf(t *testing.T, address string) int {

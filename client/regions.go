@@ -226,11 +226,7 @@ func (c *Client) addForeign(ctx context.Context, l *link, r *maruv1.SharedRegion
 		err = fmt.Errorf("%w: region %d was held, %d was asked for", base.ErrInvalid, m.info.ID, id)
 	}
 	if err == nil {
-		c.mu.Lock()
-		err = c.mu.core.AddRegion(m.info, session.Foreign)
-		c.mu.Unlock()
-		if err == nil {
-			c.setRegion(id, m)
+		if err = c.addRegion(m, session.Foreign); err == nil {
 			return
 		}
 		_ = m.mapping.Unmap()
@@ -459,9 +455,7 @@ func (c *Client) mapOwn(ctx context.Context, l *link, resp *maruv1.ExpandRespons
 		if want := c.cfg.pageBytes(); m.info.PageBytes < want {
 			err = fmt.Errorf("%w: the region has pages of %d bytes, %d are needed", base.ErrInvalid, m.info.PageBytes, want)
 		} else {
-			c.mu.Lock()
-			err = c.mu.core.AddRegion(m.info, session.Own)
-			c.mu.Unlock()
+			err = c.addRegion(m, session.Own)
 		}
 		if err != nil {
 			_ = m.mapping.Unmap()
@@ -471,8 +465,20 @@ func (c *Client) mapOwn(ctx context.Context, l *link, resp *maruv1.ExpandRespons
 		_ = c.manager.unhold(ctx, []*maruv1.RegionHandle{resp.GetHandle()})
 		return nil, err
 	}
-	c.setRegion(m.info.ID, m)
 	return m, nil
+}
+
+// addRegion makes a mapping known. The table comes first: the core may hand out its
+// pages at once.
+func (c *Client) addRegion(m *mapped, own session.Ownership) error {
+	c.setRegion(m.info.ID, m)
+	c.mu.Lock()
+	err := c.mu.core.AddRegion(m.info, own)
+	c.mu.Unlock()
+	if err != nil {
+		c.setRegion(m.info.ID, nil)
+	}
+	return err
 }
 
 // giveBack returns a region that could not be used.
@@ -502,12 +508,32 @@ func (c *Client) announce(m *mapped) {
 	}
 }
 
-// prefault touches a region's pages while it serves.
+// prefault touches a region's pages while it serves. One goroutine touches one region
+// after the other.
 func (c *Client) prefault(m *mapped) {
-	c.wg.Go(func() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.mu.touch = append(c.mu.touch, m)
+	if len(c.mu.touch) == 1 {
+		c.wg.Go(c.touchAll)
+	}
+}
+
+func (c *Client) touchAll() {
+	for {
+		c.mu.Lock()
+		m := c.mu.touch[0]
+		c.mu.Unlock()
 		err := m.mapping.Populate(c.ctx, 1)
 		if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, base.ErrClosed) {
 			c.limited.warn(c.log, "touching memory ahead failed; its pages are touched when they are used", "region", m.info.ID, "error", err)
 		}
-	})
+		c.mu.Lock()
+		c.mu.touch = c.mu.touch[1:]
+		last := len(c.mu.touch) == 0
+		c.mu.Unlock()
+		if last {
+			return
+		}
+	}
 }

@@ -118,7 +118,7 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
 	defer cancel()
 	resp, err := api.Hold(ctx, &maruv1.HoldRequest{
-		SessionId: c.id[:], ServerId: l.resp.GetServerId(), OwnerIncarnation: l.resp.GetOwnerIncarnation(),
+		SessionId: c.id[:], ServerId: l.resp.GetServerId(), OwnerIncarnation: l.owner.Load(),
 		Views: c.cfg.Views == On, Sequence: m.next(), Handles: handles, NodeId: c.node.Node[:], BootId: c.node.Boot[:],
 	})
 	if err != nil {

@@ -67,6 +67,10 @@ func (c *Client) run() {
 			switch {
 			case c.ctx.Err() != nil:
 				return
+			case l.ctx.Err() != nil:
+				// Another call was first to learn that the epoch is over.
+				timer.Reset(0)
+				continue
 			case epochOver(err):
 				c.lose(l)
 				timer.Reset(0)
@@ -111,6 +115,8 @@ func (c *Client) heartbeat(l *link, beat time.Duration) error {
 	if err != nil {
 		return err
 	}
+	l.owner.Store(resp.GetOwnerIncarnation())
+	l.hung.Store(false)
 	c.mu.Lock()
 	core.Acknowledged(base.Epoch(resp.GetEpoch()), base.ServerEpoch(resp.GetServerEpoch()), sent,
 		time.Duration(resp.GetTtlMs())*time.Millisecond)
@@ -222,6 +228,7 @@ func (c *Client) apply(l *link, batch *maruv1.EventBatch) {
 // first one then.
 func (c *Client) renamed(l *link, e *maruv1.PoolsEvent) {
 	pools := poolsOf(e.GetPools())
+	l.owner.Store(e.GetOwnerIncarnation())
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.link.Load() != l {

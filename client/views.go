@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/checksum"
@@ -13,9 +14,13 @@ import (
 	"github.com/xcena-dev/maru/internal/session"
 )
 
-// acquireLimit is how many leases one Acquire takes: some calls of as many threads stay
-// below the session's bound.
-const acquireLimit = 512
+// acquireLimit is how many leases one Acquire takes: many threads at once stay below the
+// session's bound.
+const acquireLimit = 256
+
+// limitTries are the attempts to get leases past the session's bound: those that other
+// threads have are given back within moments, and the server hears of it later than we do.
+const limitTries = 8
 
 // acquired is the answer to one Acquire.
 type acquired struct {
@@ -28,6 +33,21 @@ type acquired struct {
 // acquire leases keys, one manifest each, and maps what they need. Rows whose lease is
 // not held are misses: batch.Rows[i].Region is 0. The error says why all are.
 func (c *Client) acquire(ctx context.Context, l *link, a *acquired, kind base.LeaseKind, mode hot.Mode, keys hot.Keys) error {
+	for try := 0; ; try++ {
+		err := c.acquireOnce(ctx, l, a, kind, mode, keys)
+		if err == nil || try == limitTries || !errors.Is(err, base.ErrLimit) {
+			return err
+		}
+		c.flushReleases(ctx, l)
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(time.Millisecond << try):
+		}
+	}
+}
+
+func (c *Client) acquireOnce(ctx context.Context, l *link, a *acquired, kind base.LeaseKind, mode hot.Mode, keys hot.Keys) error {
 	n := keys.Len()
 	a.rows, a.sizes, a.ids = a.rows[:0], a.sizes[:0], a.ids[:0]
 	for range n {
