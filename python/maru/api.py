@@ -19,19 +19,20 @@ import dataclasses
 import enum
 import json
 import logging
-import struct
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
-from ctypes import c_int32, c_size_t, c_uint32, c_uint64, c_void_p
-from queue import Empty, SimpleQueue
+from collections.abc import Sequence
+from ctypes import c_int32, c_size_t, c_uint32, c_uint64
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 from . import _lib
 from ._lib import Buffer
+from ._transfer import Blocks, Layer, Memory, Runs, batch_of, codes_of, count_of
+from ._views import VIEW, Leases, owner_type_of, release_now, release_views, waiting
 from .errors import Code, InvalidError, error_of
-from .keys import DIGEST_BYTES, KEY_BYTES, OPAQUE_NAMESPACE, Chain, Namespace
+from .keys import KEY_BYTES, OPAQUE_NAMESPACE, Chain, Namespace
 
 __all__ = [
     "Blocks",
@@ -48,11 +49,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("maru")
-
-# maru_view: id, data, bytes, region, index.
-_VIEW = struct.Struct("<QQQII")
-# Views released with one call.
-_RELEASE_COUNT = 4096
 
 
 class Mode(enum.IntEnum):
@@ -134,133 +130,6 @@ class ClientConfig:
         return json.dumps(out).encode("utf-8")
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One tensor of an engine's KV cache: run i of block b begins at
-    ``base + b * block_stride_bytes + run_offsets[i]`` and is ``run_bytes`` long."""
-
-    base: int
-    block_stride_bytes: int
-    run_bytes: int
-    run_offsets: tuple[int, ...] = (0,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Source or destination of a batch: blocks of a registered layout.
-
-    ``blocks`` are block ids (u32), ``ends[i]`` (u64) is where item i's ids end. An
-    item's bytes are block-major: [block][layer][run].
-    """
-
-    layout: int
-    blocks: array[int]
-    ends: array[int]
-
-    @classmethod
-    def of(cls, layout: int, items: Iterable[Sequence[int]]) -> Blocks:
-        """Packs the block ids of each item."""
-        blocks, ends = array("I"), array("Q")
-        for ids in items:
-            blocks.extend(ids)
-            ends.append(len(blocks))
-        return cls(layout, blocks, ends)
-
-
-class Runs:
-    """Source or destination of a batch: ranges of memory.
-
-    The object holds what it was made of; keep it until the transfer is done (the
-    client does so for submitted ones).
-    """
-
-    __slots__ = ("_holds", "ends", "runs")
-
-    def __init__(self, runs: Buffer, ends: array[int], holds: object = None) -> None:
-        """``runs`` are pairs of address and length (u64 each), ``ends[i]`` is where
-        item i's runs end; ``holds`` is whatever owns the memory."""
-        self.runs = runs
-        self.ends = ends
-        self._holds = (runs, holds)
-
-    @classmethod
-    def of(cls, buffers: Iterable[Any], writable: bool = False) -> Runs:
-        """One contiguous buffer an item (bytes, bytearray, memoryview, numpy).
-        Loads need ``writable``."""
-        pins = [_lib.Pinned(b, writable) for b in buffers]
-        runs, ends = array("Q"), array("Q", range(1, len(pins) + 1))
-        for p in pins:
-            runs.append(p.address)
-            runs.append(p.bytes)
-        return cls(runs, ends, pins)
-
-
-Memory = Union[Blocks, Runs]
-
-
-class Leases:
-    """Objects under view leases, as a context manager.
-
-    ``views[i]`` is a read-only memoryview of object i, None for a miss. Leaving the
-    context ends the leases: the views must not be used any more, and those that are
-    still exported (a slice, a tensor) keep their own lease until they are gone.
-    """
-
-    def __init__(self, views: list[memoryview | None]) -> None:
-        self.views = views
-
-    def __enter__(self) -> Leases:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Ends every lease that is not exported."""
-        for view in self.views:
-            if view is not None:
-                try:
-                    view.release()
-                except BufferError:
-                    # Somebody made a tensor of it: the lease ends with that.
-                    continue
-        self.views = []
-
-
-class _Lease:
-    """Ends a view lease when the last reference to it is gone. It is the owner
-    behind every memoryview that leaves the client, so slices, casts and tensors
-    keep it as well."""
-
-    # Made into a subclass of a ctypes array per object size by _owner_type.
-    __slots__ = ()
-    _release: tuple[SimpleQueue[int], int]
-
-    def __del__(self) -> None:
-        # It runs in whatever thread and at whatever place: it takes no lock of ours,
-        # and SimpleQueue.put may be interrupted by itself. One of the client's
-        # threads collects the ids of a burst and makes one call for them.
-        queue, view_id = self._release
-        queue.put(view_id)
-
-
-_owner_types: dict[int, Any] = {}
-
-
-def _owner_type(size: int) -> Any:
-    # Few sizes occur (the page of a namespace); the bound is against a process
-    # that opens clients of ever new ones.
-    t = _owner_types.get(size)
-    if t is None:
-        if len(_owner_types) > 256:
-            _owner_types.clear()
-        t = type("_Owner", (_Lease, ctypes.c_ubyte * size), {"__slots__": ("_release",)})
-        _owner_types[size] = t
-    return t
-
-
 class Client:
     """One session at a maru-server.
 
@@ -284,7 +153,7 @@ class Client:
         self._released: SimpleQueue[int] = SimpleQueue()
         self._logs = threading.Thread(target=_forward_logs, args=(lib, self._handle), name="maru-log", daemon=True)
         self._releaser = threading.Thread(
-            target=_release_views, args=(lib, self._handle, self._released), name="maru-release", daemon=True
+            target=release_views, args=(lib, self._handle, self._released), name="maru-release", daemon=True
         )
         self._logs.start()
         self._releaser.start()
@@ -305,8 +174,8 @@ class Client:
         self._released.put(0)
         if threading.current_thread() is not self._releaser:
             self._releaser.join(timeout)
-        while ids := _waiting(self._released):
-            _release_now(self._lib, self._handle, ids)
+        while ids := waiting(self._released):
+            release_now(self._lib, self._handle, ids)
         status = self._lib.maru_close(self._handle, max(1, int(timeout * 1000)))
         if status and status != Code.CLOSED:
             logger.warning("maru: close: %s", _lib.last_error(self._lib))
@@ -314,9 +183,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -382,7 +249,7 @@ class Client:
         """Returns how many keys hit before the first that does not, and a verdict
         byte a key. With ``targets`` (packed 16-byte sessions) shard s of each key is
         judged for target s. While the server is away everything is a miss."""
-        n = _count(keys, KEY_BYTES, "keys")
+        n = count_of(keys, KEY_BYTES, "keys")
         verdicts = bytearray(n)
         if n == 0:
             return 0, verdicts
@@ -393,7 +260,7 @@ class Client:
                 n,
                 _lib.address(keys),
                 mode,
-                _count(targets, 16, "targets"),
+                count_of(targets, 16, "targets"),
                 targets or None,
                 request_id,
                 (ctypes.c_char * n).from_buffer(verdicts),
@@ -414,9 +281,7 @@ class Client:
     def _requests(self, action: int, ids: Sequence[int], timeout: float | None) -> None:
         packed = array("Q", ids)
         if packed:
-            self._check(
-                self._lib.maru_requests(self._handle, action, len(packed), _lib.address(packed), _ms(timeout))
-            )
+            self._check(self._lib.maru_requests(self._handle, action, len(packed), _lib.address(packed), _ms(timeout)))
 
     def targets(self, timeout: float | None = None) -> bytes:
         """Returns the packed sessions of the live workers of this client's engine."""
@@ -433,19 +298,17 @@ class Client:
     def delete(self, keys: Buffer, timeout: float | None = None) -> array[int]:
         """Hides keys for good. Codes: OK, NOT_FOUND, PINNED, UNKNOWN (hidden, but not
         acknowledged in time)."""
-        n = _count(keys, KEY_BYTES, "keys")
-        codes = _codes(n)
+        n = count_of(keys, KEY_BYTES, "keys")
+        codes = codes_of(n)
         if n:
-            self._check(
-                self._lib.maru_delete(self._handle, n, _lib.address(keys), _lib.address(codes), _ms(timeout))
-            )
+            self._check(self._lib.maru_delete(self._handle, n, _lib.address(keys), _lib.address(codes), _ms(timeout)))
         return codes
 
     # --- views ---
 
     def acquire(self, keys: Buffer, mode: Mode = Mode.EACH, timeout: float | None = None) -> Leases:
         """Takes a view lease on each object and returns them, zero copy."""
-        n = _count(keys, KEY_BYTES, "keys")
+        n = count_of(keys, KEY_BYTES, "keys")
         return Leases([row[0] if row else None for row in self.retrieve(keys, n, mode, timeout)])
 
     def retrieve(
@@ -455,9 +318,9 @@ class Client:
         lease of a view ends when nothing made of it is left."""
         if count == 0:
             return []
-        if _count(keys, KEY_BYTES, "keys") != count:
+        if count_of(keys, KEY_BYTES, "keys") != count:
             raise ValueError(f"keys have {len(keys)} bytes, {count} keys have {count * KEY_BYTES}")
-        rows = bytearray(_VIEW.size * count)
+        rows = bytearray(VIEW.size * count)
         self._check(
             self._lib.maru_retrieve(
                 self._handle, count, _lib.address(keys), mode, (ctypes.c_char * len(rows)).from_buffer(rows), _ms(timeout)
@@ -465,14 +328,14 @@ class Client:
         )
         out: list[tuple[memoryview, int, int] | None] = []
         append, page_bytes = out.append, self.page_bytes
-        owner_type = _owner_type(page_bytes) if page_bytes else None
+        owner_type = owner_type_of(page_bytes) if page_bytes else None
         released = self._released
-        for view_id, data, size, region, index in _VIEW.iter_unpack(rows):
+        for view_id, data, size, region, index in VIEW.iter_unpack(rows):
             if not view_id:
                 append(None)
                 continue
             if owner_type is None or size > page_bytes:
-                owner = _owner_type(max(size, 1)).from_address(data)
+                owner = owner_type_of(max(size, 1)).from_address(data)
             else:
                 owner = owner_type.from_address(data)
             owner._release = (released, view_id)
@@ -482,23 +345,19 @@ class Client:
     def pin(self, keys: Buffer, mode: Mode = Mode.PREFIX, timeout: float | None = None) -> array[int]:
         """Counts up a view lease on each key. Codes: OK or why not; in PREFIX mode
         everything behind the first miss is a MISS."""
-        n = _count(keys, KEY_BYTES, "keys")
-        codes = _codes(n)
+        n = count_of(keys, KEY_BYTES, "keys")
+        codes = codes_of(n)
         if n:
-            self._check(
-                self._lib.maru_pin(self._handle, n, _lib.address(keys), mode, _lib.address(codes), _ms(timeout))
-            )
+            self._check(self._lib.maru_pin(self._handle, n, _lib.address(keys), mode, _lib.address(codes), _ms(timeout)))
         return codes
 
     def unpin(self, keys: Buffer, timeout: float | None = None) -> array[int]:
         """Counts down. Codes: OK, NOT_FOUND for a key that this client has not
         pinned."""
-        n = _count(keys, KEY_BYTES, "keys")
-        codes = _codes(n)
+        n = count_of(keys, KEY_BYTES, "keys")
+        codes = codes_of(n)
         if n:
-            self._check(
-                self._lib.maru_unpin(self._handle, n, _lib.address(keys), _lib.address(codes), _ms(timeout))
-            )
+            self._check(self._lib.maru_unpin(self._handle, n, _lib.address(keys), _lib.address(codes), _ms(timeout)))
         return codes
 
     # --- transfers ---
@@ -514,9 +373,7 @@ class Client:
             offsets.extend(layer.run_offsets)
         out = c_uint64()
         self._check(
-            self._lib.maru_register_layout(
-                self._handle, len(layers), rows, _lib.address(offsets), len(offsets), block_count, out
-            )
+            self._lib.maru_register_layout(self._handle, len(layers), rows, _lib.address(offsets), len(offsets), block_count, out)
         )
         return out.value
 
@@ -524,26 +381,22 @@ class Client:
         """Forgets a layout after the last transfer that uses it."""
         self._check(self._lib.maru_unregister_layout(self._handle, layout))
 
-    def store(
-        self, keys: Buffer, source: Memory, parents: Buffer | None = None, timeout: float | None = None
-    ) -> array[int]:
+    def store(self, keys: Buffer, source: Memory, parents: Buffer | None = None, timeout: float | None = None) -> array[int]:
         """Copies objects into the store and publishes them. Codes: OK,
         ALREADY_STORED, FULL (skipped), UNKNOWN, UNAVAILABLE, FAULT, INVALID."""
-        n, batch, keep = _batch(keys, source, parents, None)
-        codes = _codes(n)
+        n, batch, keep = batch_of(keys, source, parents, None)
+        codes = codes_of(n)
         if n:
             self._check(self._lib.maru_store(self._handle, batch, _lib.address(codes), _ms(timeout)))
         del keep
         return codes
 
-    def load(
-        self, keys: Buffer, target: Memory, offsets: array[int] | None = None, timeout: float | None = None
-    ) -> array[int]:
+    def load(self, keys: Buffer, target: Memory, offsets: array[int] | None = None, timeout: float | None = None) -> array[int]:
         """Copies objects, or parts from ``offsets`` (u64) on, out of the store and
         verifies them. Codes: OK, MISS, CORRUPT, FAULT, INVALID; except with OK the
         content of the destination is undefined."""
-        n, batch, keep = _batch(keys, target, None, offsets)
-        codes = _codes(n)
+        n, batch, keep = batch_of(keys, target, None, offsets)
+        codes = codes_of(n)
         if n:
             self._check(self._lib.maru_load(self._handle, batch, _lib.address(codes), _ms(timeout)))
         del keep
@@ -556,12 +409,12 @@ class Client:
         Raises:
             BusyError: ``queue_jobs`` jobs are out.
         """
-        n, batch, keep = _batch(keys, source, parents, None)
+        n, batch, keep = batch_of(keys, source, parents, None)
         return self._submit(self._lib.maru_submit_store, n, batch, source, keep)
 
     def submit_load(self, keys: Buffer, target: Memory, offsets: array[int] | None = None) -> int:
         """Queues a load and returns its job, as :meth:`submit_store`."""
-        n, batch, keep = _batch(keys, target, None, offsets)
+        n, batch, keep = batch_of(keys, target, None, offsets)
         return self._submit(self._lib.maru_submit_load, n, batch, target, keep)
 
     def _submit(self, function: Any, n: int, batch: Any, memory: Memory, keep: object) -> int:
@@ -595,7 +448,7 @@ class Client:
         """
         with self._jobs_lock:
             n = self._jobs[job][0] if job in self._jobs else 0
-        codes = _codes(n)
+        codes = codes_of(n)
         status = self._lib.maru_job_result(self._handle, job, n, _lib.address(codes) if n else None)
         if status == Code.PENDING:
             return None
@@ -607,31 +460,6 @@ class Client:
     def _check(self, status: int) -> None:
         if status:
             raise error_of(status, _lib.last_error(self._lib))
-
-
-def _waiting(queue: SimpleQueue[int]) -> list[int]:
-    out: list[int] = []
-    try:
-        while len(out) < _RELEASE_COUNT:
-            out.append(queue.get_nowait())
-    except Empty:
-        pass
-    return out
-
-
-def _release_now(lib: ctypes.CDLL, handle: int, ids: list[int]) -> None:
-    packed = array("Q", filter(None, ids))  # 0 ends the thread and is no view
-    if packed:
-        # Of a closed client they are gone already.
-        lib.maru_release_views(handle, len(packed), packed.buffer_info()[0])
-
-
-def _release_views(lib: ctypes.CDLL, handle: int, queue: SimpleQueue[int]) -> None:
-    while True:
-        ids = [queue.get(), *_waiting(queue)]
-        _release_now(lib, handle, ids)
-        if 0 in ids:
-            return
 
 
 def _forward_logs(lib: ctypes.CDLL, handle: int) -> None:
@@ -661,56 +489,3 @@ def _ms(timeout: float | None) -> int:
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout} s, must be above 0; None is the client's rpc_timeout_ms")
     return max(1, int(timeout * 1000))
-
-
-def _codes(n: int) -> array[int]:
-    return array("i", bytes(4 * n))
-
-
-def _size(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) * getattr(buffer, "itemsize", 1)
-
-
-def _count(buffer: Buffer, row: int, name: str) -> int:
-    size = _size(buffer)
-    if size % row:
-        raise ValueError(f"{name} have {size} bytes, no multiple of {row}")
-    return size // row
-
-
-def _batch(
-    keys: Buffer, memory: Memory, parents: Buffer | None, offsets: array[int] | None
-) -> tuple[int, Any, tuple[object, ...]]:
-    """Returns the count of items, the batch, and what must live until the call has
-    returned."""
-    n = _count(keys, KEY_BYTES, "keys")
-    if len(memory.ends) != n:
-        raise ValueError(f"{n} keys, but the ends of {len(memory.ends)} items")
-    if parents is not None and _size(parents) != n * DIGEST_BYTES:
-        raise ValueError(f"parents have {_size(parents)} bytes, {n} keys need {n * DIGEST_BYTES}")
-    if offsets is not None and (offsets.typecode != "Q" or len(offsets) != n):
-        raise ValueError(f"offsets must be array('Q') with one item a key, {n} keys")
-    if memory.ends.typecode != "Q":
-        raise ValueError(f"ends must be array('Q'), not array({memory.ends.typecode!r})")
-    batch = _lib.Batch(struct_bytes=ctypes.sizeof(_lib.Batch), count=n)
-    key_bytes = keys if isinstance(keys, bytes) else bytes(keys)
-    parent_bytes = None if parents is None else bytes(parents)
-    # A void pointer field does not take bytes: their address comes from c_char_p.
-    batch.keys = ctypes.cast(ctypes.c_char_p(key_bytes), c_void_p).value
-    if parent_bytes is not None:
-        batch.parents = ctypes.cast(ctypes.c_char_p(parent_bytes), c_void_p).value
-    batch.ends = memory.ends.buffer_info()[0]
-    if offsets is not None:
-        batch.offsets = offsets.buffer_info()[0]
-    last = memory.ends[-1] if n else 0
-    if isinstance(memory, Blocks):
-        if memory.blocks.typecode != "I" or last > len(memory.blocks):
-            raise ValueError(f"blocks must be array('I') with at least {last} ids, has {len(memory.blocks)}")
-        batch.layout = memory.layout
-        batch.blocks = memory.blocks.buffer_info()[0]
-    else:
-        have = _count(memory.runs, 16, "runs")
-        if last > have:
-            raise ValueError(f"ends name {last} runs, there are {have}")
-        batch.runs = ctypes.cast(_lib.address(memory.runs), c_void_p).value
-    return n, ctypes.byref(batch), (batch, key_bytes, parent_bytes, memory, offsets)

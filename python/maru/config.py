@@ -75,6 +75,4 @@ class MaruConfig:
             if not self.auto_expand:
                 raise ValueError(f"expand_size requires auto_expand=True, got expand_size={self.expand_size}")
             if not isinstance(self.expand_size, int) or self.expand_size < self.chunk_size_bytes:
-                raise ValueError(
-                    f"expand_size ({self.expand_size}) must be >= chunk_size_bytes ({self.chunk_size_bytes})"
-                )
+                raise ValueError(f"expand_size ({self.expand_size}) must be >= chunk_size_bytes ({self.chunk_size_bytes})")

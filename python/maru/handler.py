@@ -150,9 +150,7 @@ class MaruHandler:
             raise RuntimeError(f"maru: cannot connect to {self._config.server_url}; the log has the cause")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _open(self) -> Client:
@@ -211,9 +209,7 @@ class MaruHandler:
         client = self._open()
         code = c_int32()
         region, index = c_uint32(handle.region_id), c_uint32(handle.page_index)
-        client._check(
-            client._lib.maru_free(client.handle, 1, ctypes.byref(region), ctypes.byref(index), ctypes.byref(code))
-        )
+        client._check(client._lib.maru_free(client.handle, 1, ctypes.byref(region), ctypes.byref(index), ctypes.byref(code)))
         if code.value:
             self._bad_page(code.value, handle)
 
@@ -515,9 +511,7 @@ class MaruHandler:
         region, pages = c_uint32(), c_uint64()
         with self._write_lock:
             while (
-                client._lib.maru_next_region(
-                    client.handle, ctypes.byref(self._cursor), ctypes.byref(region), ctypes.byref(pages)
-                )
+                client._lib.maru_next_region(client.handle, ctypes.byref(self._cursor), ctypes.byref(region), ctypes.byref(pages))
                 == Code.OK
             ):
                 self._page_counts[region.value] = pages.value
@@ -670,5 +664,3 @@ def _pack(keys: Sequence[KeyLike]) -> bytes:
     out = ctypes.create_string_buffer(n * KEY_BYTES)
     _lib.check(lib, lib.maru_opaque_keys(n, b"".join(raws), ends.buffer_info()[0], tags, out))
     return out.raw
-
-

@@ -238,9 +238,7 @@ class Namespace:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         encoded = encode_cbor(fields)
         if len(encoded) > MAX_NAMESPACE_BYTES:
-            raise ValueError(
-                f"namespace has {len(encoded)} bytes encoded, at most {MAX_NAMESPACE_BYTES} are allowed"
-            )
+            raise ValueError(f"namespace has {len(encoded)} bytes encoded, at most {MAX_NAMESPACE_BYTES} are allowed")
         return encoded
 
     def id(self) -> bytes:
@@ -304,17 +302,13 @@ def encode_extras(extras: Sequence[Extra]) -> bytes:
         if not 1 <= len(e.kind.encode("utf-8")) <= 64:
             raise ValueError(f"extra key {i}: kind {e.kind!r:.80} must be UTF-8 of 1 to 64 bytes")
         if not 1 <= len(e.id) <= MAX_TEXT_BYTES:
-            raise ValueError(
-                f"extra key {i} ({e.kind}): id has {len(e.id)} bytes, 1 to {MAX_TEXT_BYTES} are allowed"
-            )
+            raise ValueError(f"extra key {i} ({e.kind}): id has {len(e.id)} bytes, 1 to {MAX_TEXT_BYTES} are allowed")
         if not -(1 << 63) <= e.offset < 1 << 63:
             raise ValueError(f"extra key {i} ({e.kind}): offset {e.offset} does not fit 64 bits")
         rows.append([e.kind, bytes(e.id), e.offset])
     encoded = encode_cbor(rows)
     if len(encoded) > MAX_EXTRAS_BYTES:
-        raise ValueError(
-            f"extra keys of a chunk have {len(encoded)} bytes encoded, at most {MAX_EXTRAS_BYTES} are allowed"
-        )
+        raise ValueError(f"extra keys of a chunk have {len(encoded)} bytes encoded, at most {MAX_EXTRAS_BYTES} are allowed")
     return encoded
 
 
@@ -411,9 +405,7 @@ class Chain:
         """Returns the packed 28-byte parent digests of those chunks; the first
         chunk's parent is zero."""
         stop = len(self._links) if stop is None else min(stop, len(self._links))
-        return b"".join(
-            self._links[i - 1][:DIGEST_BYTES] if i > 0 else bytes(DIGEST_BYTES) for i in range(start, stop)
-        )
+        return b"".join(self._links[i - 1][:DIGEST_BYTES] if i > 0 else bytes(DIGEST_BYTES) for i in range(start, stop))
 
 
 # --- opaque keys ---
@@ -434,9 +426,7 @@ def opaque_text(key: KeyLike) -> tuple[bytes, int]:
     elif isinstance(key, int) and not isinstance(key, bool):
         # str() refuses integers of more than about 4300 digits with an error of
         # its own; those are over the limit anyway.
-        too_long = ValueError(
-            f"key is an integer of {key.bit_length()} bits, at most {MAX_OPAQUE_KEY_BYTES} digits are allowed"
-        )
+        too_long = ValueError(f"key is an integer of {key.bit_length()} bits, at most {MAX_OPAQUE_KEY_BYTES} digits are allowed")
         if key.bit_length() > 4 * MAX_OPAQUE_KEY_BYTES:
             raise too_long
         try:
@@ -501,8 +491,6 @@ def engine_page_bytes(value_bytes: int, piece: int) -> int:
     if not 1 <= value_bytes <= MAX_OBJECT_BYTES:
         raise ValueError(f"value of {value_bytes} bytes, 1 to {MAX_OBJECT_BYTES} are allowed")
     if piece < MIN_PIECE_BYTES or piece % PIECE_ALIGN_BYTES:
-        raise ValueError(
-            f"piece of {piece} bytes, must be a multiple of {PIECE_ALIGN_BYTES} and at least {MIN_PIECE_BYTES}"
-        )
+        raise ValueError(f"piece of {piece} bytes, must be a multiple of {PIECE_ALIGN_BYTES} and at least {MIN_PIECE_BYTES}")
     total = -(-value_bytes // 8) * 8 + 8 * -(-value_bytes // piece)
     return -(-total // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES

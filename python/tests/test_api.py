@@ -104,9 +104,7 @@ def test_layouts_and_jobs(client: Client, ns: Namespace) -> None:
     for i in range(len(cache) // run):
         cache[i * run : (i + 1) * run] = bytes([i]) * run
     base = api._lib.Pinned(cache, writable=True)
-    layout = client.register_layout(
-        [Layer(base.address + layer * blocks * run, run, run) for layer in range(2)], blocks
-    )
+    layout = client.register_layout([Layer(base.address + layer * blocks * run, run, run) for layer in range(2)], blocks)
     c = chain(ns, 2)
     job = client.submit_store(c.keys(), Blocks.of(layout, [[1, 5], [0, 7]]), c.parents())
     assert wait(client) == [job]

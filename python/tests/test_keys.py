@@ -40,17 +40,13 @@ def test_chains(vectors: dict[str, Any]) -> None:
         assert root.hex() == v["root_hex"]
         chain = keys.Chain(root)
         for i, c in enumerate(v["chunks"]):
-            extras = keys.encode_extras(
-                [keys.Extra(e["kind"], bytes.fromhex(e["id_hex"]), e["offset"]) for e in c["extras"]]
-            )
+            extras = keys.encode_extras([keys.Extra(e["kind"], bytes.fromhex(e["id_hex"]), e["offset"]) for e in c["extras"]])
             assert extras.hex() == c["extras_cbor_hex"]
             assert chain.append(keys.pack_tokens(c["tokens"]), extras).hex() == c["link_hex"]
             assert chain.keys(i, i + 1, v["shard"], v["part"]).hex() == c["key_hex"]
             assert chain.parents(i, i + 1).hex() == c["parent_hex"]
         assert len(chain) == len(v["chunks"])
-        assert chain.keys(shard=v["shard"], part=v["part"]) == b"".join(
-            bytes.fromhex(c["key_hex"]) for c in v["chunks"]
-        )
+        assert chain.keys(shard=v["shard"], part=v["part"]) == b"".join(bytes.fromhex(c["key_hex"]) for c in v["chunks"])
 
 
 def test_opaque(vectors: dict[str, Any]) -> None:

@@ -64,9 +64,7 @@ def test_declarations_are_the_headers() -> None:
 
 
 def test_c_program(program: Path, system: System) -> None:
-    p = subprocess.run(
-        [program, system.url, os.environ["MARU_LIBRARY"]], capture_output=True, text=True, timeout=60, check=False
-    )
+    p = subprocess.run([program, system.url, os.environ["MARU_LIBRARY"]], capture_output=True, text=True, timeout=60, check=False)
     assert (p.stdout, p.returncode) == ("ok\n", 0), p.stderr
 
 

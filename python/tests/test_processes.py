@@ -92,11 +92,7 @@ def test_killed_in_the_middle(system: System, child: Child, key: Key) -> None:
         for round_ in range(3):
             base = key(round_)
             writer = child(
-                HEAD + "print('go')\n"
-                "i = 0\n"
-                "while True:\n"
-                "    put(f'{args[0]}/{i}', i.to_bytes(4, 'little') * 512)\n"
-                "    i += 1\n",
+                HEAD + "print('go')\ni = 0\nwhile True:\n    put(f'{args[0]}/{i}', i.to_bytes(4, 'little') * 512)\n    i += 1\n",
                 base,
             )
             assert line(writer) == "go"
@@ -227,13 +223,7 @@ def test_import_loads_nothing() -> None:
 
 
 def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "import maru\n"
-        "try: maru.MaruHandler().connect()\n"
-        "except OSError as e: print(e)\n"
-    )
+    code = "import maru\ntry: maru.MaruHandler().connect()\nexcept OSError as e: print(e)\n"
     env = dict(os.environ, PYTHONPATH=str(ROOT / "python"), MARU_LIBRARY="/nonexistent/libmaru.so")
-    out = subprocess.run(
-        [sys.executable, "-c", code], env=env, check=True, timeout=30, capture_output=True, text=True
-    ).stdout
+    out = subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=30, capture_output=True, text=True).stdout
     assert "/nonexistent/libmaru.so" in out and "make build" in out
