@@ -25,10 +25,12 @@ type expansion struct {
 // shell has the resource manager allocate and calls ExpandFinish. An operation that
 // was finished answers with its grant again.
 // Errors: base.ErrInvalid and base.ErrMismatch name the field; base.ErrPermanent
-// for a region larger than the largest pool (RPC-21); base.ErrFull when grant or
-// pool has no room (the shell may GiveBackVictim and ask again); base.ErrPending
+// for a region larger than the largest pool or the session's bound (RPC-21);
+// base.ErrFull when the cpu grant or every pool has no room (for a shared pool the
+// shell may GiveBackVictim and ask again); base.ErrLimit when the session's cxl bound
+// is used up, which no victim helps; base.ErrPending
 // while the ticket is out; base.ErrDenied for a scheduler or without a proved pool;
-// base.ErrUnavailable without an owner incarnation; base.ErrLimit; base.ErrStale.
+// base.ErrUnavailable without an owner incarnation; base.ErrStale.
 func (d *Directory) ExpandBegin(now time.Duration, who Caller, req *ExpandRequest) (*RegionGrant, *ExpandTicket, error) {
 	s, err := d.begin(now, who)
 	if err != nil {
@@ -135,31 +137,43 @@ func (d *Directory) expandShared(_ time.Duration, s *session, who Caller, req *E
 		return nil, nil, fmt.Errorf("%w: expand: the server has no resource manager now; cpu pools only", base.ErrUnavailable)
 	}
 	var candidates []policy.Candidate
-	proved, rounded := false, false
+	proved, rounded, largest := false, false, uint64(0)
 	for _, p := range d.shared {
 		if p.info.Medium != req.Medium || !p.info.Online {
 			continue
 		}
 		mine := s.proved&^s.lostPools&p.bit != 0
 		proved = proved || mine
+		if mine {
+			largest = max(largest, p.info.CapacityBytes)
+		}
 		if p.info.Coherence == base.CoherenceSoftware && req.PageBytes%4096 != 0 {
 			rounded = true // software-coherent pools have whole pages only
 			continue
 		}
 		room := p.info.CapacityBytes - min(p.reserved, p.info.CapacityBytes)
-		room = min(room, s.cxlLimit-min(s.cxlUsed, s.cxlLimit))
 		candidates = append(candidates, policy.Candidate{Pool: p.number, Medium: p.info.Medium, Eligible: mine, FreeBytes: room})
 	}
 	extent := extentBytes(req.PageBytes, pageCount)
+	switch {
+	case !proved:
+		return nil, nil, fmt.Errorf("%w: expand: the session has proved no online %v pool; prove its access domain first", base.ErrDenied, req.Medium)
+	case extent > s.cxlLimit:
+		return nil, nil, fmt.Errorf("%w: expand: the region takes %d bytes with its tables, the session's cxl bound is %d (cxl_bytes of its open, or setting cxl-bytes)",
+			base.ErrPermanent, extent, s.cxlLimit)
+	case extent > s.cxlLimit-min(s.cxlUsed, s.cxlLimit):
+		// Not base.ErrFull: giving back what others left would make no room here.
+		return nil, nil, limitErr("cxl-bytes, or cxl_bytes of the session's open", s.cxlLimit,
+			fmt.Sprintf("expand: the region takes %d bytes with its tables and the session has %d", extent, s.cxlUsed))
+	}
 	targets := policy.Place(nil, policy.Order{}, extent, candidates)
 	if len(targets) == 0 {
-		switch {
-		case !proved:
-			return nil, nil, fmt.Errorf("%w: expand: the session has proved no online %v pool; prove its access domain first", base.ErrDenied, req.Medium)
-		case len(candidates) == 0 && rounded:
+		if len(candidates) == 0 && rounded {
 			return nil, nil, fmt.Errorf("%w: expand: page_size is %d, allowed on software-coherent pools: multiples of 4096", base.ErrInvalid, req.PageBytes)
-		case extent > s.cxlLimit:
-			return nil, nil, fmt.Errorf("%w: expand: the region takes %d bytes, the session's cxl bound is %d", base.ErrPermanent, extent, s.cxlLimit)
+		}
+		if extent > largest {
+			return nil, nil, fmt.Errorf("%w: expand: the region takes %d bytes with its tables, the largest %v pool that the session has proved has %d",
+				base.ErrPermanent, extent, req.Medium, largest)
 		}
 		return nil, nil, fmt.Errorf("%w: expand: no %v pool has %d bytes free for this session", base.ErrFull, req.Medium, extent)
 	}

@@ -123,8 +123,8 @@ type Config struct {
 	// CPUBudgetBytes bounds the private cpu pools of all sessions of one host
 	// (CAP-06, setting cpu-budget). 0 refuses private cpu pools.
 	CPUBudgetBytes uint64
-	// CXLBytes is the bound of a session's cxl regions when it asks for none
-	// (setting cxl-bytes). 0: the pools' capacity.
+	// CXLBytes is the bound of a session's cxl extents, tables included, when it asks
+	// for none (setting cxl-bytes). 0: the pools' capacity.
 	CXLBytes uint64
 	// HashSeed makes collisions of the table unpredictable for peers.
 	HashSeed uint64

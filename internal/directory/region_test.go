@@ -129,10 +129,11 @@ func TestSessionBoundAndPoolCapacity(t *testing.T) {
 		_, _, err := r.d.ExpandBegin(r.now, who, &ExpandRequest{Operation: r.next(), Medium: base.MediumCXL, Bytes: bytes, PageBytes: testPage, PieceBytes: testPiece})
 		return err
 	}
-	wantErr(t, ask(w, testPage), base.ErrFull)
+	wantErr(t, ask(w, testPage), base.ErrLimit) // not full: no victim would help
 	wantErr(t, ask(w, 8<<20), base.ErrPermanent)
 	o := r.worker(2)
-	wantErr(t, ask(o, 253<<20), base.ErrFull)
+	wantErr(t, ask(o, 250<<20), base.ErrFull)
+	wantErr(t, ask(o, 254<<20), base.ErrPermanent) // its tables do not fit beside it
 	if err := ask(o, 128<<20); err != nil {
 		t.Fatal(err)
 	}

@@ -386,3 +386,39 @@ func TestReadOrder(t *testing.T) {
 		t.Fatal(v)
 	}
 }
+
+// TestTwoClaims: a key that is stored again while its first copy is hidden keeps the
+// higher order when the hidden one comes back, by its session or as a kept region.
+func TestTwoClaims(t *testing.T) {
+	for _, how := range []string{"opens again", "is proved gone"} {
+		r := newRig(t, nil)
+		w := r.worker(1)
+		g := r.expand(w, 2)
+		first := r.commit(w, rowOf(g, 0, 1, testKey(0)), rowOf(g, 1, 1, testKey(1)))
+		r.now += 11 * time.Second
+		o := r.worker(2)
+		og := r.expand(o, 1)
+		second := r.commit(o, rowOf(og, 0, 1, testKey(0)))
+		if second[0].Code != base.CodeOK || second[0].Order <= first[0].Order {
+			t.Fatalf("%+v: a hidden replica suppressed a store (DM-07)", second)
+		}
+		if how == "opens again" {
+			req := openReq(1)
+			req.PreviousSecret = Secret{1, 1}
+			w, _ = r.open(req)
+			if ev := r.pageEvents(w, EventRetire); len(ev) != 1 || ev[0] != 0 {
+				t.Fatalf("retire %v", ev)
+			}
+		} else {
+			r.d.SessionGone(r.now, w.Session, GonePidfd)
+			if r.count(EffectClearRecords) != 1 {
+				t.Fatal("the loser's mark is not cleared")
+			}
+		}
+		rows, _, err := r.acquireSeq(o, r.next(), base.LeaseCopy, hot.ModeEach, []int{1, 1}, testKey(0), testKey(1))
+		if err != nil || rows[0].Order != second[0].Order || rows[1].Order != first[1].Order {
+			t.Fatalf("%s: %+v %v", how, rows, err)
+		}
+		r.check()
+	}
+}

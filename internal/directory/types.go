@@ -84,7 +84,7 @@ type OpenRequest struct {
 	Node                base.NodeID
 	Boot                base.BootID
 	CPUBytes            uint64 // private cpu pool wanted; 0: none
-	CXLBytes            uint64 // bound of cxl regions wanted; 0: the server's
+	CXLBytes            uint64 // bound of cxl extents, tables included; 0: the server's
 	WriteOrder          []base.Medium
 	ReadOrder           []base.Medium
 	InstanceID          string
