@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"errors"
 	"net/http"
 	"os"
@@ -273,5 +274,50 @@ func TestCopiedStateDirectory(t *testing.T) {
 	}
 	if _, err := openStateDir(filepath.Join(dir, "b"), ""); !errors.Is(err, base.ErrBusy) {
 		t.Errorf("opened twice: %v", err)
+	}
+}
+
+// An operator's drop-owner ends a server, whether it is connected at that moment or not.
+func TestDroppedOwner(t *testing.T) {
+	for _, connected := range []bool{true, false} {
+		l := newLab(t, 64<<20)
+		l.startRM()
+		s := startServer(t, l.cfg)
+		waitReady(t, s)
+		id := s.ServerID()
+		if connected {
+			if _, err := l.rmClient().DropOwner(testContext(t), &maruv1.DropOwnerRequest{OwnerId: id[:], Confirm: true}); err != nil {
+				t.Fatal(err)
+			}
+		} else {
+			// The server cannot reach the resource manager where that now listens.
+			if err := l.rm.Close(); err != nil {
+				t.Fatal(err)
+			}
+			path := l.rmCfg.UnixPath
+			l.rmCfg.UnixPath = path + "2"
+			l.startRM()
+			if _, err := l.rmClient().DropOwner(testContext(t), &maruv1.DropOwnerRequest{OwnerId: id[:], Confirm: true}); err != nil {
+				t.Fatal(err)
+			}
+			if err := l.rm.Close(); err != nil {
+				t.Fatal(err)
+			}
+			l.rmCfg.UnixPath = path
+			l.startRM()
+		}
+		waitFor(t, "it is fenced", func() bool { _, err := s.Ready(); return errors.Is(err, base.ErrFenced) })
+		ctx, cancel := context.WithCancel(context.Background())
+		done := make(chan error, 1)
+		go func() { done <- s.Wait(ctx) }()
+		select {
+		case err := <-done:
+			t.Errorf("a fenced server ended by itself: %v", err)
+		case <-time.After(50 * time.Millisecond):
+		}
+		cancel()
+		if err := <-done; !errors.Is(err, base.ErrFenced) {
+			t.Errorf("wait: %v", err)
+		}
 	}
 }

@@ -129,13 +129,13 @@ func (l *rmLink) poolIDs() [][]byte {
 func (l *rmLink) tried() { l.once.Do(func() { close(l.first) }) }
 
 // waitFirst waits until the first attempt has succeeded or failed.
-func (l *rmLink) waitFirst(most time.Duration) {
+func (l *rmLink) waitFirst(ctx context.Context, most time.Duration) {
 	timer := time.NewTimer(most)
 	defer timer.Stop()
 	select {
 	case <-l.first:
 	case <-timer.C:
-	case <-l.server.ctx.Done():
+	case <-ctx.Done():
 	}
 }
 
@@ -303,6 +303,10 @@ func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient,
 	first := true
 	for {
 		event, err := stream.Recv()
+		if first && errors.Is(err, base.ErrNotFound) {
+			return fmt.Errorf("%w: the resource manager does not know server %s (%s) any more: an operator dropped it",
+				base.ErrFenced, s.state.server, s.state.name)
+		}
 		if err != nil {
 			return fmt.Errorf("watching this owner at the resource manager: %w", err)
 		}
@@ -340,6 +344,9 @@ func (l *rmLink) event(e *maruv1.OwnerEvent) error {
 		}
 		s.regionFreed(pool, base.RegionID(e.RegionFreed.GetRegionId()))
 	case *maruv1.OwnerEvent_Fenced:
+		if e.Fenced.GetIncarnation() == 0 {
+			return fmt.Errorf("%w: an operator dropped server %s (%s) at the resource manager", base.ErrFenced, s.state.server, s.state.name)
+		}
 		return fmt.Errorf("%w: incarnation %d of server %s (%s) was started", base.ErrFenced,
 			e.Fenced.GetIncarnation(), s.state.server, s.state.name)
 	case *maruv1.OwnerEvent_Snapshot:

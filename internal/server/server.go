@@ -123,7 +123,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if err := s.listen(); err != nil {
 		return nil, err
 	}
-	s.run()
+	s.run(ctx)
 	s.served = true
 	s.log.Info("serving", "control", s.ControlAddress(), "hot", s.HotAddress(), "unix", s.UnixPath(), "hot_unix", s.HotUnixPath(),
 		"server_id", s.state.server.String(), "name", s.state.name, "server_epoch", fmt.Sprintf("%016x", uint64(s.epoch)),
@@ -179,7 +179,7 @@ func listenUnix(path, name string) (*rpc.UnixListener, error) {
 }
 
 // run starts the goroutines. Each ends with s.ctx or with its listener.
-func (s *Server) run() {
+func (s *Server) run(ctx context.Context) {
 	s.grpc = rpc.NewServer(rpc.Limits{MaxReceiveBytes: s.cfg.MaxControlMessageBytes}, rpc.WithLogger(s.log),
 		rpc.WithCredentials(newBoundedCredentials(peer.ServerCredentials(), s.cfg.MaxControlConnectionCount)),
 		rpc.WithPanicMetric(s.metrics.rpc.Panic),
@@ -195,7 +195,7 @@ func (s *Server) run() {
 		s.start(s.sweep)
 		// A session that opens before the first answer of the resource manager would be
 		// told that there is none. Peers wait in the backlog meanwhile.
-		s.rm.waitFirst(min(s.cfg.RMCallTimeout, firstRMWait))
+		s.rm.waitFirst(ctx, min(s.cfg.RMCallTimeout, firstRMWait))
 	}
 	for range rmWorkerCount {
 		s.start(s.rmWorker)
@@ -288,12 +288,17 @@ func isNil(l interface{ Close() error }) bool {
 // or a listener broke. Whoever runs it then closes it.
 func (s *Server) Failed() <-chan error { return s.failed }
 
-// Wait returns nil when ctx is done, or the reason why the server cannot go on.
+// Wait returns when ctx is done, or before with the reason why the server cannot go
+// on. A fenced server stays, not ready and refusing, until ctx is done: a supervisor
+// that started it again would only fence the newer one in its turn.
 func (s *Server) Wait(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		return nil
 	case err := <-s.failed:
+		if errors.Is(err, base.ErrFenced) {
+			<-ctx.Done()
+		}
 		return err
 	}
 }
@@ -310,8 +315,8 @@ func (s *Server) fence(reason string) {
 	if !s.fencedBy.CompareAndSwap(nil, &reason) {
 		return
 	}
-	s.log.Error("fenced: another maru-server runs with this server id; this one has stopped serving", "reason", reason,
-		"server_id", s.state.server.String(), "cure", "stop this process; give each server its own --state-dir")
+	s.log.Error("fenced: this server has stopped serving", "reason", reason, "server_id", s.state.server.String(),
+		"cure", "stop this process; give each server its own --state-dir, and start it again where an operator dropped it")
 	for _, sess := range s.sessions.all() {
 		sess.end("the server was fenced: " + reason)
 	}
