@@ -1,0 +1,582 @@
+package sim
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/directory"
+	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/rm/core"
+	"github.com/xcena-dev/maru/internal/session"
+)
+
+const (
+	engineID       = "engine"
+	privateBytes   = 3 * pageBytes
+	cpuBudgetBytes = 4 * privateBytes
+)
+
+// clientActor is package client without threads and memory: the session core, one link
+// an epoch, a background worker.
+type clientActor struct {
+	w       *world
+	rank    uint32
+	role    base.Role
+	private bool
+	id      base.SessionID
+	process *process
+	core    *session.Core
+
+	link    *link
+	opening bool
+	backoff time.Duration
+	beats   uint64
+
+	holdSequence uint64
+	holdToken    []byte
+	watching     *stream
+
+	maps       map[base.RegionID]*mapping
+	handles    map[base.RegionID]core.Handle
+	segment    []cell        // private memory
+	segmentOf  base.RegionID // the region that has it; 0: none
+	unholds    []core.Handle
+	unprepared bool
+	mapping    bool // describe, hold, map and unmap run one at a time
+	mapQueue   []func()
+	growing    bool
+	growNot    time.Duration
+	lost       map[base.Medium]*lostExpand
+
+	working, kicked bool
+	busy            int // stores, loads and deletes under way
+	views           []*view
+	closing, closed bool
+	left            bool
+}
+
+// link is one epoch at one server.
+type link struct {
+	who         directory.Caller
+	server      base.ServerEpoch
+	process     *process
+	namespace   base.NamespaceNumber
+	incarnation base.Incarnation
+	pools       []directory.PoolGrant
+	over        bool
+	proved      bool
+}
+
+// view is an exported buffer.
+type view struct {
+	id   uint64
+	cell *cell
+	want tag
+	row  hot.AcquireRow
+}
+
+func (w *world) newClient(rank int, role base.Role) *clientActor {
+	c := &clientActor{
+		w: w, rank: uint32(rank), role: role, id: w.id(), //nolint:gosec // a few
+		maps: map[base.RegionID]*mapping{}, handles: map[base.RegionID]core.Handle{},
+		segment: make([]cell, privateBytes/pageBytes), lost: map[base.Medium]*lostExpand{}, unprepared: true, backoff: 20 * time.Millisecond,
+	}
+	c.private = role == base.RoleWorker && w.chance(40)
+	c.process = w.newProcess(fmt.Sprintf("%v%d.%d", role, rank, len(w.processes)+1))
+	c.core = session.New(session.Config{Session: c.id, MaxOperations: 256, MaxLeases: 64})
+	w.note("%s starts, private memory: %v", c.process.name, c.private)
+	w.at(c.process, w.between(0, 300*time.Millisecond), c.run)
+	return c
+}
+
+func (c *clientActor) alive() bool { return !c.process.ended }
+
+// current is the link of the open epoch.
+func (c *clientActor) current() *link {
+	if c.link == nil || c.link.over {
+		return nil
+	}
+	return c.link
+}
+
+// run is the heartbeat and reconnect loop.
+func (c *clientActor) run() {
+	if c.closed {
+		return
+	}
+	l := c.current()
+	if l == nil {
+		c.open()
+		return
+	}
+	c.w.at(c.process, heartbeat, func() {
+		if c.link == l {
+			c.run()
+		}
+	})
+	c.beat(l)
+}
+
+func (c *clientActor) open() {
+	if c.opening || c.closed {
+		return
+	}
+	c.opening = true
+	w, server := c.w, c.w.server
+	req := &directory.OpenRequest{
+		Session: c.id, Role: c.role, Namespace: w.namespace(), Opaque: true, PieceBytes: pieceBytes, EngineID: engineID,
+		Rank: c.rank, WorldSize: workerCount, Node: w.manager.cfg.Node, Boot: w.manager.cfg.Boot, Views: true,
+	}
+	if c.private {
+		req.CPUBytes = privateBytes
+	}
+	if c.role == base.RoleScheduler {
+		req.PieceBytes, req.Views, req.Rank = 0, false, 0
+	}
+	if c.link != nil {
+		req.PreviousServerEpoch, req.PreviousEpoch = c.link.server, c.link.who.Epoch
+	}
+	sent, process := w.now, server.process
+	call(w, c.process, process, "Open", once, func(answer func(*opened, error)) {
+		out, err := server.open(c, req)
+		answer(out, err)
+	}, func(out *opened, err error, _ fate) {
+		c.opening = false
+		if c.closed {
+			return
+		}
+		if err != nil {
+			if errors.Is(err, base.ErrDenied) || errors.Is(err, base.ErrClosed) {
+				w.note("%s: Open is refused: %v", c.process.name, err)
+			}
+			c.backoff = min(2*c.backoff, heartbeat)
+			w.at(c.process, c.backoff, c.run)
+			return
+		}
+		c.backoff = 20 * time.Millisecond
+		c.install(out, process, sent)
+	})
+}
+
+type opened struct {
+	directory.OpenResult
+	server      base.ServerEpoch
+	incarnation base.Incarnation
+}
+
+// open is the server's side.
+func (s *serverActor) open(c *clientActor, req *directory.OpenRequest) (*opened, error) {
+	req.Secret = s.w.id()
+	if s.bound[c.id] == c.process.pid || s.seen[c.id] == c.process.pid {
+		req.Proof = directory.ProofProcess
+	}
+	req.Provable = true
+	out := &opened{server: s.epoch, incarnation: s.incarnation}
+	err := s.step(func(d *directory.Directory) (err error) {
+		out.OpenResult, err = d.Open(s.w.now, req)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	s.peers[c.id] = c
+	s.bind(c.id, c.process)
+	return out, nil
+}
+
+// install makes a link the current one.
+func (c *clientActor) install(o *opened, process *process, sent time.Duration) {
+	l := &link{
+		who: directory.Caller{Session: c.id, Epoch: o.Epoch}, server: o.server, process: process, namespace: o.Namespace,
+		incarnation: o.incarnation, pools: o.Pools,
+	}
+	if c.link != nil {
+		c.link.over = true
+	}
+	c.link = l
+	c.w.note("%s opens epoch %d at server epoch %x, relist %v", c.process.name, o.Epoch, uint64(o.server), o.Relist)
+	snap := c.core.Opened(session.Opening{
+		Epoch: o.Epoch, ServerEpoch: o.server, Sent: sent, TTL: ttl, Margin: margin, Relist: o.Relist, Pools: numbers(o.Pools),
+	})
+	c.unprepared = true
+	c.run()
+	if snap != nil && c.role == base.RoleScheduler {
+		c.core.RelistDone(snap) // it holds nothing, and the server refuses its list
+	} else if snap != nil {
+		// The core's book of leases is a map: its order must not be the run's.
+		slices.SortFunc(snap.Leases, func(a, b hot.RelistLease) int {
+			return cmp.Or(cmp.Compare(a.Acquire, b.Acquire), cmp.Compare(a.Index, b.Index))
+		})
+		c.relist(l, snap)
+	}
+	c.kick()
+}
+
+func numbers(pools []directory.PoolGrant) []session.PoolNumber {
+	var out []session.PoolNumber
+	for _, p := range pools {
+		out = append(out, session.PoolNumber{ID: p.Pool.ID, Medium: p.Pool.Medium, Number: p.Number})
+	}
+	return out
+}
+
+// relist sends the snapshot in two frames and applies the results.
+func (c *clientActor) relist(l *link, snap *session.Snapshot) {
+	w := c.w
+	half := len(snap.Pages) / 2
+	var clear []session.PageRef
+	var frame func(first, end int, leases []hot.RelistLease)
+	frame = func(first, end int, leases []hot.RelistLease) {
+		req := hot.RelistRequest{Last: end == len(snap.Pages)}
+		for i := first; i < end; i++ {
+			req.Pages = hot.AppendRelistPage(req.Pages, &snap.Pages[i])
+		}
+		for i := range leases {
+			req.Leases = hot.AppendRelistLease(req.Leases, &leases[i])
+		}
+		req.Watermark = c.core.Watermark()
+		call(w, c.process, l.process, "Relist", mayRepeat, func(answer func([]byte, error)) {
+			var out []byte
+			err := w.server.step(func(d *directory.Directory) (err error) {
+				out, err = d.Relist(w.now, l.who, &req, nil)
+				return err
+			})
+			answer(out, err)
+		}, func(out []byte, err error, _ fate) {
+			if err != nil {
+				if !l.over {
+					c.lose(l)
+				}
+				return
+			}
+			clear = c.core.Relisted(snap, first, out, clear)
+			if !req.Last {
+				frame(end, len(snap.Pages), snap.Leases)
+				return
+			}
+			c.clearMarks(clear)
+			done := c.core.RelistDone(snap)
+			unmarked := c.core.Unmarked(nil)
+			if done {
+				w.note("%s has listed %d pages and %d leases", c.process.name, len(snap.Pages), len(snap.Leases))
+				c.mark(unmarked, l)
+			}
+			c.kick()
+		})
+	}
+	if half > 0 && w.chance(50) {
+		frame(0, half, nil)
+		return
+	}
+	frame(0, len(snap.Pages), snap.Leases)
+}
+
+// lose ends an epoch.
+func (c *clientActor) lose(l *link) {
+	if c.link == l {
+		c.core.Fence()
+	}
+	if !l.over {
+		l.over = true
+		c.w.note("%s loses epoch %d", c.process.name, l.who.Epoch)
+		c.w.at(c.process, 0, c.run)
+	}
+}
+
+func epochOver(err error) bool {
+	return errors.Is(err, base.ErrStale) || errors.Is(err, base.ErrFenced) || errors.Is(err, base.ErrNotFound)
+}
+
+func (c *clientActor) failed(l *link, err error) {
+	if epochOver(err) {
+		c.lose(l)
+	}
+}
+
+type beatAnswer struct {
+	events      []directory.Event
+	incarnation base.Incarnation
+}
+
+func (c *clientActor) beat(l *link) {
+	w := c.w
+	c.beats++
+	req := &directory.HeartbeatRequest{Sequence: c.beats, LastEvent: c.core.LastEvent(), Watermark: c.core.Watermark()}
+	for _, p := range l.pools {
+		n := c.core.CountPool(p.Number)
+		req.Uses = append(req.Uses, directory.PoolUse{
+			Pool: p.Number, WritingBytes: n.WritingBytes, QuarantinedBytes: n.QuarantinedBytes, FreeBytes: n.FreeBytes,
+		})
+	}
+	sent := w.now
+	call(w, c.process, l.process, "Heartbeat", mayRepeat, func(answer func(beatAnswer, error)) {
+		out := beatAnswer{incarnation: w.server.incarnation}
+		err := w.server.step(func(d *directory.Directory) (err error) {
+			if _, err = d.Heartbeat(w.now, l.who, req); err == nil {
+				out.events, err = d.PendingEvents(w.now, l.who, req.LastEvent, nil)
+			}
+			return err
+		})
+		answer(out, err)
+	}, func(out beatAnswer, err error, f fate) {
+		if err != nil {
+			if f == notSent && l.process.ended {
+				c.lose(l) // the connection is gone: open again
+			}
+			c.failed(l, err)
+			return
+		}
+		c.core.Acknowledged(l.who.Epoch, l.server, sent, ttl)
+		l.incarnation = max(l.incarnation, out.incarnation)
+		c.events(l.who.Epoch, l.server, out.events)
+		if c.core.Pending() > 0 || c.unprepared || len(c.core.LostCommits(nil)) > 0 || len(c.unholds) > 0 {
+			c.kick()
+		}
+	})
+}
+
+// events takes events of the server's stream in their order.
+func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []directory.Event) {
+	l := c.current()
+	if l == nil || l.who.Epoch != epoch || l.server != server || c.closed {
+		return
+	}
+	var clear []session.PageRef
+	fenced := false
+	for _, e := range list {
+		ev := session.Event{
+			Number: e.Number, Kind: session.OtherEvent, PoolNumber: e.Pool, Region: e.Region, Offset: e.Offset, Generation: e.Generation,
+		}
+		switch e.Kind {
+		case directory.EventRetire:
+			ev.Kind = session.RetireEvent
+			if c.w.opt.Fault == ReuseAtRetire {
+				ev.Kind = session.ReclaimEvent
+			}
+		case directory.EventReclaim:
+			ev.Kind = session.ReclaimEvent
+		case directory.EventDrain:
+			ev.Kind = session.DrainEvent
+		case directory.EventFence, directory.EventPools:
+		}
+		accepted, ref := c.core.Receive(ev)
+		if !accepted {
+			fenced = fenced || e.Kind == directory.EventFence
+			continue
+		}
+		if ref != (session.PageRef{}) {
+			clear = append(clear, ref)
+		}
+		switch e.Kind {
+		case directory.EventFence:
+			fenced = true
+		case directory.EventPools:
+			c.unprepared, l.proved = true, false
+		case directory.EventRetire, directory.EventReclaim, directory.EventDrain:
+		}
+	}
+	c.clearMarks(clear)
+	c.kick()
+	if fenced {
+		c.lose(l)
+	}
+}
+
+// kick wakes the background worker.
+func (c *clientActor) kick() {
+	c.kicked = true
+	if c.working || c.closed {
+		return
+	}
+	c.working = true
+	c.w.at(c.process, 0, c.work)
+}
+
+// work does what needs no caller, one thing after the other.
+func (c *clientActor) work() {
+	c.kicked = false
+	rest := func() {
+		c.working = false
+		if c.kicked && !c.closed {
+			c.working = true
+			c.w.at(c.process, time.Millisecond, c.work)
+		}
+	}
+	c.dropGone(func() {
+		l := c.current()
+		if l == nil || c.closed {
+			rest()
+			return
+		}
+		c.flushReleases(l, func() {
+			c.acknowledge(l, func() {
+				c.resolveLost(l, func() { c.prepare(l, rest) })
+			})
+		})
+	})
+}
+
+// flushReleases tells the server of leases that have ended.
+func (c *clientActor) flushReleases(l *link, next func()) {
+	w := c.w
+	rows := c.core.TakeReleases(nil, hot.MaxKeys)
+	server := c.core.ServerEpoch()
+	if len(rows) == 0 {
+		next()
+		return
+	}
+	req := &hot.ReleaseRequest{}
+	for _, r := range rows {
+		req.Rows = hot.AppendReleaseRow(req.Rows, hot.ReleaseRow{Acquire: r.Acquire, First: r.First, Count: r.Count})
+	}
+	req.Watermark = c.core.Watermark()
+	call(w, c.process, l.process, "Release", mayRepeat, func(answer func(struct{}, error)) {
+		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
+			_, err := d.Release(w.now, l.who, req, nil)
+			return err
+		}))
+	}, func(_ struct{}, err error, _ fate) {
+		c.core.Released(rows, server, err == nil)
+		if err != nil {
+			c.failed(l, err)
+			next()
+			return
+		}
+		c.flushReleases(l, next)
+	})
+}
+
+// acknowledge tells which marks are cleared and which pages were reclaimed.
+func (c *clientActor) acknowledge(l *link, next func()) {
+	w := c.w
+	cleared, reclaimed := c.core.TakeAcks(nil, nil)
+	server := c.core.ServerEpoch()
+	if len(cleared)+len(reclaimed) == 0 {
+		next()
+		return
+	}
+	refs := func(acks []session.Ack) (out []directory.PageRef) {
+		for _, a := range acks {
+			out = append(out, directory.PageRef{Pool: a.PoolNumber, Region: a.Region, Offset: a.Offset, Generation: a.Generation})
+		}
+		return out
+	}
+	call(w, c.process, l.process, "Acknowledge", mayRepeat, func(answer func(struct{}, error)) {
+		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
+			return d.Acknowledge(w.now, l.who, refs(cleared), refs(reclaimed))
+		}))
+	}, func(_ struct{}, err error, _ fate) {
+		if err == nil {
+			c.core.AcksTaken(reclaimed, server)
+			c.kick()
+		} else {
+			c.core.ReturnAcks(cleared, reclaimed, server)
+			c.failed(l, err)
+		}
+		next()
+	})
+}
+
+type resolved struct {
+	outcome hot.Outcome
+	results []byte
+}
+
+// resolveLost closes Commits whose answers were lost (X1).
+func (c *clientActor) resolveLost(l *link, next func()) {
+	w := c.w
+	lost := c.core.LostCommits(nil)
+	if len(lost) == 0 {
+		next()
+		return
+	}
+	op := slices.MinFunc(lost, func(a, b session.Lost) int { return cmp.Compare(a.Sequence, b.Sequence) })
+	req := &hot.ResolveRequest{Target: op.Sequence, TargetEpoch: op.Epoch, TargetServerEpoch: op.ServerEpoch}
+	seq, err := c.core.Begin()
+	if err != nil {
+		next()
+		return
+	}
+	req.Sequence, req.Watermark = seq, c.core.Watermark()
+	call(w, c.process, l.process, "Resolve", mayRepeat, func(answer func(resolved, error)) {
+		var out resolved
+		err := w.server.step(func(d *directory.Directory) (err error) {
+			out.outcome, out.results, err = d.Resolve(w.now, l.who, req, nil)
+			return err
+		})
+		answer(out, err)
+	}, func(out resolved, err error, _ fate) {
+		c.core.End(seq)
+		if err != nil {
+			c.failed(l, err)
+			next()
+			return
+		}
+		marks := append([]session.PageRef(nil), c.core.Refs(op.Sequence)...)
+		w.note("%s: operation %d is resolved: %d", c.process.name, op.Sequence, out.outcome)
+		c.core.Resolved(op.Sequence, out.outcome, hot.CommitResults(out.results))
+		c.mark(marks, l)
+		c.resolveLost(l, next)
+	})
+}
+
+// mark writes the marks of READY pages.
+func (c *clientActor) mark(refs []session.PageRef, l *link) {
+	for _, ref := range refs {
+		m := c.maps[ref.Region]
+		if m == nil {
+			continue
+		}
+		order, ok := c.core.MayMark(ref, l.who.Epoch, l.server)
+		if ok {
+			c.w.memory.marks[m.at.record(ref.Index)] = order
+		}
+	}
+}
+
+// clearMarks clears marks, then tells the core.
+func (c *clientActor) clearMarks(refs []session.PageRef) {
+	for _, ref := range refs {
+		if m := c.maps[ref.Region]; m != nil {
+			delete(c.w.memory.marks, m.at.record(ref.Index))
+		}
+		c.core.Cleared(ref, true)
+	}
+}
+
+// cell is the memory of a page that this client reaches, nil when it does not.
+func (c *clientActor) cell(id base.RegionID, page base.PageIndex) *cell {
+	if id >= base.FirstPrivateRegion {
+		if id == c.segmentOf {
+			return &c.segment[page]
+		}
+		return nil
+	}
+	if m := c.maps[id]; m != nil {
+		return c.w.memory.page(m.at, page)
+	}
+	return nil
+}
+
+// check: counts of the core, and what views show.
+func (c *clientActor) check() {
+	if !c.alive() {
+		return
+	}
+	n := c.core.Count()
+	if sum := n.Free + n.Writing + n.Committing + n.Ready + n.Retiring + n.Quarantined + n.Left; sum != n.Pages {
+		c.w.fail("R5", "%s: %d pages, states sum to %d", c.process.name, n.Pages, sum)
+	}
+	if c.core.Leases() < 0 {
+		c.w.fail("R4", "%s: %d leases", c.process.name, c.core.Leases())
+	}
+	for _, v := range c.views {
+		if !v.cell.shows(v.want) {
+			c.w.fail("R3", "%s has a view of %v (%v) that shows %v", c.process.name, v.want, v.row.Location(), v.cell)
+		}
+	}
+}

@@ -1,0 +1,427 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/directory"
+	"github.com/xcena-dev/maru/internal/rm/core"
+	"github.com/xcena-dev/maru/internal/session"
+)
+
+// lostExpand is an Expand whose answer was lost: the next one of the medium repeats it.
+type lostExpand struct {
+	req *directory.ExpandRequest
+	at  base.ServerEpoch
+}
+
+// lockMap runs f when nobody else maps or unmaps; unlockMap must follow.
+func (c *clientActor) lockMap(f func()) {
+	if c.mapping {
+		c.mapQueue = append(c.mapQueue, f)
+		return
+	}
+	c.mapping = true
+	f()
+}
+
+func (c *clientActor) unlockMap() {
+	if len(c.mapQueue) == 0 {
+		c.mapping = false
+		return
+	}
+	f := c.mapQueue[0]
+	c.mapQueue = c.mapQueue[1:]
+	c.w.at(c.process, 0, f)
+}
+
+func (c *clientActor) unmap(id base.RegionID) {
+	if id == c.segmentOf {
+		c.segmentOf, c.unprepared = 0, true
+	}
+	if m := c.maps[id]; m != nil {
+		c.w.unmapRegion(m)
+		delete(c.maps, id)
+		c.unholds = append(c.unholds, c.handles[id])
+		delete(c.handles, id)
+	}
+	c.core.RemoveRegion(id)
+}
+
+// dropGone unmaps what the core gave up, then gives the holds back.
+func (c *clientActor) dropGone(next func()) {
+	gone := c.core.TakeGone(nil)
+	if len(gone) == 0 && len(c.unholds) == 0 {
+		next()
+		return
+	}
+	c.lockMap(func() {
+		early := c.w.opt.Fault == UnholdBeforeUnmap
+		for _, id := range gone {
+			if early && c.maps[id] != nil {
+				c.unholds = append(c.unholds, c.handles[id])
+				continue
+			}
+			c.unmap(id)
+		}
+		kept := c.unholds[:0]
+		for _, h := range c.unholds {
+			if c.maps[h.Region] == nil || early {
+				kept = append(kept, h) // else it was mapped again since, and needs its hold
+			}
+		}
+		c.unholds = kept
+		c.unhold(func() {
+			if early {
+				for _, id := range gone {
+					c.unmap(id)
+				}
+			}
+			c.unlockMap()
+			next()
+		})
+	})
+}
+
+// unhold gives the queued holds back; what has no answer stays queued.
+func (c *clientActor) unhold(next func()) {
+	w := c.w
+	list := append([]core.Handle(nil), c.unholds...)
+	if len(list) == 0 {
+		next()
+		return
+	}
+	c.holdSequence++
+	req := core.Unhold{Session: c.id, Sequence: c.holdSequence, Handles: list, Token: c.holdToken, Peer: w.manager.peer(c.process)}
+	call(w, c.process, w.manager.process, "Unhold", mayRepeat, w.manager.unhold(req), func(_ struct{}, err error, f fate) {
+		if err == nil || f == answered && !unknownOutcome(f, err) {
+			if err != nil {
+				w.note("%s: Unhold is refused: %v", c.process.name, err)
+			}
+			c.unholds = c.unholds[len(list):]
+		}
+		next()
+	})
+}
+
+// hold takes holds on regions, all or none.
+func (c *clientActor) hold(l *link, handles []core.Handle, done func([]core.Place, error)) {
+	w := c.w
+	c.holdSequence++
+	req := core.Hold{
+		Session: c.id, Server: w.server.id, Incarnation: l.incarnation, Views: true, Sequence: c.holdSequence, Handles: handles,
+		Peer: w.manager.peer(c.process),
+	}
+	call(w, c.process, w.manager.process, "Hold", mayRepeat, w.manager.hold(req), func(out core.Held, err error, f fate) {
+		if err != nil {
+			if unknownOutcome(f, err) {
+				// It may be on record: a later sequence takes it back.
+				c.unholds = append(c.unholds, handles...)
+				c.kick()
+			}
+			done(nil, err)
+			return
+		}
+		c.holdToken = append([]byte(nil), out.Token[:]...)
+		if c.watching == nil {
+			c.watchManager()
+		}
+		done(out.Places, nil)
+	})
+}
+
+// watchManager follows the regions that drain, and comes back after a loss.
+func (c *clientActor) watchManager() {
+	if c.closed {
+		return
+	}
+	w := c.w
+	c.watching = &stream{broken: true}
+	call(w, c.process, w.manager.process, "WatchSession", once, func(answer func(*stream, error)) {
+		answer(w.manager.watchSession(c.process, c.id, func(id base.RegionID) {
+			w.note("%s: region %d drains", c.process.name, id)
+			c.core.Drain(id)
+			c.kick()
+		}), nil)
+	}, func(s *stream, err error, _ fate) {
+		if err != nil {
+			w.at(c.process, time.Second, c.watchManager)
+			return
+		}
+		c.watching = s
+	})
+}
+
+func infoOf(p core.Place, number uint32) session.RegionInfo {
+	r := p.Region
+	return session.RegionInfo{
+		ID: r.ID, Pool: r.Pool, PoolNumber: number, Medium: base.MediumCXL, Incarnation: r.Incarnation,
+		PageBytes: r.Plan.PageBytes, PageCount: r.Plan.PageCount,
+	}
+}
+
+// add maps a held region and makes it known.
+func (c *clientActor) add(p core.Place, number uint32, own session.Ownership) error {
+	m := &mapping{
+		process: c.process, session: c.id, region: p.Region.ID, at: regionAt{p.Region.Extent, p.Region.Plan}, own: own == session.Own,
+	}
+	c.w.mapRegion(m)
+	if err := c.core.AddRegion(infoOf(p, number), own); err != nil {
+		c.w.unmapRegion(m)
+		c.unholds = append(c.unholds, p.Handle)
+		return err
+	}
+	c.maps[m.region] = m
+	c.handles[m.region] = p.Handle
+	return nil
+}
+
+// ensureMapped maps the foreign regions of leased rows.
+func (c *clientActor) ensureMapped(l *link, ids []base.RegionID, next func()) {
+	missing := func() (out []base.RegionID) {
+		for _, id := range ids {
+			if c.maps[id] == nil && id < base.FirstPrivateRegion {
+				out = append(out, id)
+			}
+		}
+		return out
+	}
+	if len(missing()) == 0 {
+		next()
+		return
+	}
+	w := c.w
+	c.lockMap(func() {
+		end := func() { c.unlockMap(); next() }
+		want := missing()
+		if len(want) == 0 {
+			end()
+			return
+		}
+		call(w, c.process, l.process, "DescribeRegions", mayRepeat, func(answer func([]described, error)) {
+			out, err := w.server.describe(l.who, want)
+			answer(out, err)
+		}, func(list []described, err error, _ fate) {
+			if err != nil {
+				c.failed(l, err)
+				end()
+				return
+			}
+			c.holdEach(l, list, end)
+		})
+	})
+}
+
+// holdEach holds and maps what could be described, all with one hold, and one by one
+// when that is refused: one that drains must not hide the others.
+func (c *clientActor) holdEach(l *link, list []described, next func()) {
+	var found []described
+	for _, d := range list {
+		if d.err != nil {
+			c.unreachable(l, d.pool, d.region)
+		} else if c.maps[d.region] == nil {
+			found = append(found, d)
+		}
+	}
+	if len(found) == 0 {
+		next()
+		return
+	}
+	handles := make([]core.Handle, len(found))
+	for i, d := range found {
+		handles[i] = d.handle
+	}
+	c.hold(l, handles, func(places []core.Place, err error) {
+		switch {
+		case err == nil:
+			for i, p := range places {
+				if err := c.add(p, found[i].pool, session.Foreign); err != nil {
+					c.unreachable(l, found[i].pool, p.Region.ID)
+				}
+			}
+			next()
+		case len(found) > 1:
+			c.holdEach(l, found[:1], func() { c.holdEach(l, found[1:], next) })
+		default:
+			c.unreachable(l, found[0].pool, found[0].region)
+			next()
+		}
+	})
+}
+
+// unreachable tells the server that a region cannot be read here.
+func (c *clientActor) unreachable(l *link, pool uint32, id base.RegionID) {
+	w := c.w
+	w.note("%s cannot use region %d", c.process.name, id)
+	call(w, c.process, l.process, "ReportUnreachable", mayRepeat, func(answer func(struct{}, error)) {
+		answer(struct{}{}, w.server.step(func(d *directory.Directory) error { return d.ReportUnreachable(w.now, l.who, pool, id) }))
+	}, func(_ struct{}, err error, _ fate) {
+		if err != nil {
+			c.failed(l, err)
+		}
+	})
+}
+
+// expand makes one Expand call; one without answer is repeated, now and by the next.
+func (c *clientActor) expand(l *link, medium base.Medium, bytes uint64, done func(*directory.RegionGrant, error)) {
+	w := c.w
+	p := c.lost[medium]
+	if p == nil || p.at != l.server {
+		if p != nil {
+			c.core.End(p.req.Operation) // that server is gone
+		}
+		seq, err := c.core.Begin()
+		if err != nil {
+			delete(c.lost, medium)
+			done(nil, err)
+			return
+		}
+		p = &lostExpand{req: &directory.ExpandRequest{Operation: seq, Medium: medium, Bytes: bytes, PageBytes: pageBytes, PieceBytes: pieceBytes}, at: l.server}
+		c.lost[medium] = p
+	}
+	tries := 0
+	var try func()
+	try = func() {
+		tries++
+		call(w, c.process, l.process, "Expand", mayRepeat, func(answer func(*directory.RegionGrant, error)) {
+			w.server.expand(l.who, p.req, w.now+20*time.Second, answer)
+		}, func(g *directory.RegionGrant, err error, f fate) {
+			unknown := unknownOutcome(f, err)
+			if unknown && tries < 2 {
+				try()
+				return
+			}
+			if err != nil {
+				c.failed(l, err)
+				if unknown {
+					done(nil, err)
+					return
+				}
+			}
+			delete(c.lost, medium)
+			c.core.End(p.req.Operation)
+			done(g, err)
+		})
+	}
+	try()
+}
+
+// expandCXL gets, holds, maps and offers one more own region.
+func (c *clientActor) expandCXL(l *link, done func(error)) {
+	pages := uint64(3)
+	if c.w.chance(40) {
+		pages = 7
+	}
+	c.expand(l, base.MediumCXL, pages*pageBytes, func(g *directory.RegionGrant, err error) {
+		if err != nil {
+			done(err)
+			return
+		}
+		h := c.w.server.handle(g.Region, g.Incarnation)
+		h.Token = g.Write
+		c.lockMap(func() {
+			c.hold(l, []core.Handle{h}, func(places []core.Place, err error) {
+				if err == nil {
+					err = c.add(places[0], g.Pool, session.Own)
+				}
+				c.unlockMap()
+				if err != nil {
+					c.w.note("%s cannot hold its region %d: %v", c.process.name, g.Region, err)
+					c.unreachable(l, g.Pool, g.Region)
+					c.giveBack(l, g)
+				}
+				done(err)
+			})
+		})
+	})
+}
+
+// giveBack returns a region that could not be used.
+func (c *clientActor) giveBack(l *link, g *directory.RegionGrant) {
+	w := c.w
+	seq, err := c.core.Begin()
+	if err != nil {
+		return
+	}
+	call(w, c.process, l.process, "Return", mayRepeat, func(answer func(struct{}, error)) {
+		answer(struct{}{}, w.server.step(func(d *directory.Directory) error { return d.Return(w.now, l.who, seq, g.Pool, g.Region) }))
+	}, func(_ struct{}, _ error, _ fate) { c.core.End(seq) })
+}
+
+// grow asks for one more region when no page is free; done says whether one may be.
+func (c *clientActor) grow(done func(bool)) {
+	l := c.current()
+	if c.growing || l == nil || c.w.now < c.growNot || c.closing {
+		done(false)
+		return
+	}
+	c.growing = true
+	c.expandCXL(l, func(err error) {
+		c.growing = false
+		if err != nil {
+			c.growNot = c.w.now + time.Second
+		}
+		done(err == nil)
+	})
+}
+
+// prepare gets what is wanted and not there: the proof of the domains, the private
+// region, the first cxl region.
+func (c *clientActor) prepare(l *link, next func()) {
+	w := c.w
+	if !c.unprepared || c.role == base.RoleScheduler || c.closing {
+		next()
+		return
+	}
+	c.unprepared = false
+	keep := func(err error) {
+		if err != nil {
+			c.unprepared = true
+		}
+	}
+	cxl := func() {
+		if c.core.CountMedium(base.MediumCXL).Regions > 0 || c.growing {
+			next()
+			return
+		}
+		c.growing = true
+		c.expandCXL(l, func(err error) {
+			c.growing = false
+			keep(err)
+			next()
+		})
+	}
+	segment := func() {
+		if !c.private || c.segmentOf != 0 {
+			cxl()
+			return
+		}
+		c.expand(l, base.MediumCPU, privateBytes, func(g *directory.RegionGrant, err error) {
+			keep(err)
+			if err == nil {
+				keep(c.core.AddRegion(session.RegionInfo{
+					ID: g.Region, PoolNumber: g.Pool, Medium: base.MediumCPU, PageBytes: pageBytes, PageCount: g.Place.PageCount,
+				}, session.Own))
+				c.segmentOf = g.Region
+			}
+			cxl()
+		})
+	}
+	if l.proved {
+		segment()
+		return
+	}
+	call(w, c.process, l.process, "ProveDomains", mayRepeat, func(answer func(struct{}, error)) {
+		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
+			return d.ProveDomains(w.now, l.who, []base.PoolID{w.manager.pool()})
+		}))
+	}, func(_ struct{}, err error, _ fate) {
+		keep(err)
+		if err != nil {
+			c.failed(l, err)
+		} else {
+			l.proved = true
+		}
+		segment()
+	})
+}

@@ -1,0 +1,707 @@
+package sim
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/directory"
+	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/poolfmt"
+	"github.com/xcena-dev/maru/internal/rm/core"
+)
+
+// Times of sessions.
+const (
+	ttl       = 10 * time.Second
+	margin    = time.Second
+	heartbeat = time.Second
+
+	drainPatience = 5 * time.Second
+	sweepInterval = 20 * time.Second
+	deleteWait    = 1500 * time.Millisecond
+)
+
+// serverActor is internal/server without its sockets: the directory, the link to the
+// resource manager, the watcher of local processes.
+type serverActor struct {
+	w         *world
+	id        base.OwnerID
+	directory [base.IDBytes]byte
+
+	// Of this life:
+	process     *process
+	dir         *directory.Directory
+	epoch       base.ServerEpoch
+	incarnation base.Incarnation
+	link        *stream // to the resource manager; nil while it is away
+	connecting  bool
+	seen        map[base.SessionID]int64 // processes of the holders before this start
+	bound       map[base.SessionID]int64
+	peers       map[base.SessionID]*clientActor
+	deletes     map[directory.DeleteID][]func()
+	flights     map[flightKey][]func()
+	acquired    map[flightKey]bool
+	draining    map[base.RegionID]time.Duration
+	waiting     []func() // for a region that goes free
+	nextTick    time.Duration
+}
+
+type flightKey struct {
+	session   base.SessionID
+	operation base.Sequence
+}
+
+func newServer(w *world) *serverActor {
+	return &serverActor{w: w, id: w.id(), directory: w.id()}
+}
+
+func (s *serverActor) alive() bool { return s.process != nil && !s.process.ended }
+
+func (s *serverActor) start() {
+	w := s.w
+	s.process = w.newProcess(fmt.Sprintf("server%d", w.result.ServerRestarts))
+	s.epoch = base.ServerEpoch(w.rng.Uint64() | 1)
+	s.incarnation, s.link, s.connecting, s.waiting = 0, nil, false, nil
+	s.seen, s.bound = map[base.SessionID]int64{}, map[base.SessionID]int64{}
+	s.peers = map[base.SessionID]*clientActor{}
+	s.deletes = map[directory.DeleteID][]func(){}
+	s.flights, s.acquired = map[flightKey][]func(){}, map[flightKey]bool{}
+	s.draining = map[base.RegionID]time.Duration{}
+	d, err := directory.New(directory.Config{
+		ServerEpoch: s.epoch, TTL: ttl, RequestLeaseTTL: 5 * time.Second, EventTimeout: 20 * time.Second, RetryInterval: time.Second,
+		CPUBudgetBytes: cpuBudgetBytes, HashSeed: w.rng.Uint64(),
+		Limits: directory.Limits{
+			MaxObjects: 4096, MaxExtraReplicas: 4096, MaxRegions: 64, MaxRegionPages: 64, MaxPages: 1024, MaxEvents: 16, MaxOperations: 512,
+		},
+	})
+	if err != nil {
+		w.fail("sim", "the directory cannot be made: %v", err)
+		return
+	}
+	s.dir = d
+	w.note("%s starts with epoch %x", s.process.name, uint64(s.epoch))
+	s.connect()
+	s.tick()
+	w.at(s.process, w.between(time.Second, sweepInterval), s.sweep)
+}
+
+// tick calls the directory's clock.
+func (s *serverActor) tick() {
+	var next time.Duration
+	_ = s.step(func(d *directory.Directory) error { next = d.Tick(s.w.now); return nil })
+	wait := min(max(next-s.w.now, time.Millisecond), time.Second)
+	s.w.at(s.process, wait, s.tick)
+}
+
+// step runs f and carries out what it left.
+func (s *serverActor) step(f func(d *directory.Directory) error) error {
+	err := f(s.dir)
+	for _, e := range s.dir.AppendEffects(nil) {
+		s.perform(&e)
+	}
+	return err
+}
+
+func (s *serverActor) perform(e *directory.Effect) {
+	w := s.w
+	switch e.Kind {
+	case directory.EffectSendEvent:
+		if e.Event.Kind == directory.EventRetire {
+			w.retired(e.Event.Region, base.PageIndex(e.Event.Offset/pageBytes), e.Event.Generation, e.Session)
+		}
+		c := s.peers[e.Session]
+		if c == nil || w.trouble(10) {
+			return // the heartbeat brings it
+		}
+		event, epoch, server := e.Event, e.Epoch, s.epoch
+		w.at(c.process, w.latency(), func() { c.events(epoch, server, []directory.Event{event}) })
+	case directory.EffectFreeRegion:
+		effect := *e
+		s.freeAtManager(effect.Region, effect.Incarnation, func(err error) {
+			_ = s.step(func(d *directory.Directory) error {
+				d.RegionFreed(w.now, effect.Pool, effect.Region, err)
+				return nil
+			})
+		})
+	case directory.EffectClearRecords:
+		effect := *e
+		done := func(_ struct{}, err error, _ fate) {
+			_ = s.step(func(d *directory.Directory) error {
+				d.RecordsCleared(w.now, effect.Pool, effect.Region, effect.Pages, err)
+				return nil
+			})
+		}
+		if s.link == nil {
+			w.at(s.process, time.Millisecond, func() { done(struct{}{}, errNotSent, notSent) })
+			return
+		}
+		call(w, s.process, w.manager.process, "ClearRecords", mayRepeat,
+			w.manager.clear(s.id, s.incarnation, effect.Region, effect.Pages), done)
+	case directory.EffectDeleteDone:
+		for _, f := range s.deletes[e.Delete] {
+			w.at(s.process, 0, f)
+		}
+		delete(s.deletes, e.Delete)
+	case directory.EffectSessionExpired:
+		w.note("%s: session of %s expired", s.process.name, w.nameOf(e.Session))
+		if w.opt.Fault == ExpiryIsProof {
+			id := e.Session
+			w.at(s.process, 0, func() { s.sessionGone(id, directory.GonePidfd) })
+		}
+	case directory.EffectCloseConnections, directory.EffectCapacityReturned:
+	}
+}
+
+func (s *serverActor) handle(r base.RegionID, inc base.Incarnation) core.Handle {
+	return core.Handle{Pool: s.w.manager.pool(), Region: r, Incarnation: inc}
+}
+
+// freeAtManager gives a region back.
+func (s *serverActor) freeAtManager(id base.RegionID, inc base.Incarnation, done func(error)) {
+	w := s.w
+	if s.link == nil {
+		w.at(s.process, time.Millisecond, func() { done(errNotSent) })
+		return
+	}
+	s.draining[id] = w.now
+	delete(w.acked, id) // from here on it may be free
+	call(w, s.process, w.manager.process, fmt.Sprintf("Free %d", id), mayRepeat, w.manager.free(s.id, s.incarnation, s.handle(id, inc)),
+		func(draining bool, err error, _ fate) {
+			if err == nil && !draining || errors.Is(err, base.ErrNotFound) {
+				s.wentFree(id)
+			}
+			s.checkFenced(err)
+			done(err)
+		})
+}
+
+func (s *serverActor) wentFree(id base.RegionID) {
+	delete(s.draining, id)
+	list := s.waiting
+	s.waiting = nil
+	for _, f := range list {
+		s.w.at(s.process, 0, f)
+	}
+}
+
+// checkFenced ends a server that a newer incarnation has fenced.
+func (s *serverActor) checkFenced(err error) {
+	if errors.Is(err, base.ErrFenced) {
+		s.w.at(s.process, 0, func() {
+			s.w.note("%s is fenced and stops", s.process.name)
+			s.w.stopServer()
+		})
+	}
+}
+
+// sessionGone tells the directory of a proof.
+func (s *serverActor) sessionGone(id base.SessionID, proof directory.GoneProof) {
+	s.w.note("%s: session of %s is gone (%v)", s.process.name, s.w.nameOf(id), proof)
+	delete(s.bound, id)
+	delete(s.peers, id)
+	_ = s.step(func(d *directory.Directory) error { d.SessionGone(s.w.now, id, proof); return nil })
+}
+
+// bind watches a session's process; one that has ended already is reported at once.
+func (s *serverActor) bind(id base.SessionID, p *process) {
+	s.bound[id] = p.pid
+	if p.ended {
+		s.processEnded(p)
+	}
+}
+
+// processEnded: the watcher saw a local process end.
+func (s *serverActor) processEnded(p *process) {
+	if !s.alive() {
+		return
+	}
+	s.w.at(s.process, s.w.between(time.Millisecond, 1500*time.Millisecond), func() {
+		for _, c := range s.w.clients {
+			if pid, ok := s.bound[c.id]; ok && pid == p.pid {
+				s.sessionGone(c.id, directory.GonePidfd)
+			}
+		}
+	})
+}
+
+// connect makes the server an owner at the resource manager, takes over what older
+// incarnations left, and follows the owner's events.
+func (s *serverActor) connect() {
+	if s.link != nil || s.connecting {
+		return
+	}
+	s.connecting = true
+	w := s.w
+	again := func() {
+		s.connecting = false
+		w.at(s.process, w.between(50*time.Millisecond, time.Second), s.connect)
+	}
+	call(w, s.process, w.manager.process, "ListPools", mayRepeat, w.manager.list(s.id, 0), func(l ownerList, err error, _ fate) {
+		if err != nil {
+			again()
+			return
+		}
+		s.setPools(l.pools)
+		if s.incarnation != 0 {
+			s.watch(again)
+			return
+		}
+		s.startOwner(again)
+	})
+}
+
+func (s *serverActor) setPools(list []core.Pool) {
+	var pools []directory.Pool
+	for _, p := range list {
+		pools = append(pools, directory.Pool{
+			ID: p.ID, Medium: base.MediumCXL, Tier: base.TierL1, Scope: base.ScopeDomain, Coherence: p.Coherence,
+			CapacityBytes: p.CapacityBytes, LargestFreeBytes: p.LargestFreeBytes, Online: p.OfflineReason == "",
+		})
+	}
+	if err := s.step(func(d *directory.Directory) error { return d.SetPools(s.w.now, pools) }); err != nil {
+		s.w.fail("sim", "pools are refused: %v", err)
+	}
+}
+
+func (s *serverActor) startOwner(again func()) {
+	w := s.w
+	node, boot := w.manager.cfg.Node, w.manager.cfg.Boot
+	call(w, s.process, w.manager.process, "StartOwner", once, w.manager.startOwner(core.StartOwner{
+		Owner: s.id, Name: "server", Node: node, Boot: boot, Directory: s.directory, Locked: true, Process: w.manager.processID(s.process.pid),
+	}), func(started core.Started, err error, _ fate) {
+		if err != nil {
+			again()
+			return
+		}
+		call(w, s.process, w.manager.process, "ListRegions", mayRepeat, w.manager.list(s.id, started.Incarnation), func(l ownerList, err error, _ fate) {
+			if err != nil {
+				again()
+				return
+			}
+			s.recover(started, l)
+			s.incarnation = started.Incarnation
+			w.note("%s is owner with incarnation %d", s.process.name, started.Incarnation)
+			s.watch(again)
+		})
+	})
+}
+
+// recover takes over the regions of older incarnations.
+func (s *serverActor) recover(started core.Started, l ownerList) {
+	now := s.w.now
+	holders := map[base.RegionID][]directory.Holder{}
+	mappers := map[base.SessionID]bool{}
+	for _, h := range l.holds {
+		if h.Server == s.id {
+			holders[h.Region] = append(holders[h.Region], directory.Holder{Session: h.Session, Views: h.Views})
+			mappers[h.Session] = true
+			s.seen[h.Session] = h.Process.PID
+		}
+	}
+	var list []directory.RecoveredRegion
+	var unmapped []base.SessionID
+	for _, r := range l.regions {
+		if r.OwnerIncarnation == started.Incarnation || r.State == core.RegionDraining || len(holders[r.ID]) == 0 {
+			continue
+		}
+		if !mappers[r.Writer] {
+			unmapped = append(unmapped, r.Writer)
+		}
+		list = append(list, directory.RecoveredRegion{
+			Pool: r.Pool, Region: r.ID, Incarnation: r.Incarnation, Place: placeOf(r.Region), Namespace: r.Namespace, Writer: r.Writer,
+			Write: r.Handle.Token, Holders: holders[r.ID],
+		})
+	}
+	if s.w.opt.Fault == ForgetHolders {
+		for i := range list {
+			list[i].Holders = nil
+			unmapped = append(unmapped, list[i].Writer)
+		}
+	}
+	err := s.step(func(d *directory.Directory) error {
+		if err := d.RecoverRegions(now, list); err != nil {
+			return err
+		}
+		for _, id := range unmapped {
+			d.SessionGone(now, id, directory.GoneDeregistered)
+		}
+		if started.PredecessorsEnded {
+			d.PredecessorsEnded(now)
+		}
+		return d.SetOwner(now, started.Incarnation)
+	})
+	if err != nil {
+		s.w.fail("sim", "regions cannot be recovered: %v", err)
+	}
+}
+
+func placeOf(r core.Region) directory.Place {
+	return directory.Place{
+		Offset: r.Extent.Offset, ExtentBytes: r.Extent.Length, PageBytes: r.Plan.PageBytes, PageCount: r.Plan.PageCount,
+		PieceBytes: r.Plan.PieceBytes, TableOffset: r.Plan.TableOffset,
+	}
+}
+
+// watch opens the owner's stream; its snapshot makes the link usable.
+func (s *serverActor) watch(again func()) {
+	w := s.w
+	settled := false
+	retry := func() {
+		if !settled {
+			settled = true
+			again()
+		}
+	}
+	call(w, s.process, w.manager.process, "WatchOwner", once, func(answer func(*stream, error)) {
+		w.manager.watchOwner(s.process, s.incarnation, func(holders []base.SessionID) {
+			mine := w.manager.owner
+			if settled || mine == nil || mine.to != s.process || mine.from.ended {
+				return
+			}
+			settled = true
+			s.link, s.connecting = mine.stream, false
+			w.note("%s: the resource manager is there", s.process.name)
+			s.watched(holders)
+			w.at(s.process, w.latency(), s.sweepOnce)
+		}, s.ownerEvent)(answer)
+	}, func(_ *stream, err error, _ fate) {
+		s.checkFenced(err)
+		if err != nil {
+			retry()
+		}
+	})
+	// The answer may come and the snapshot not: the connection broke between the two.
+	w.at(s.process, 3*callTimeout, retry)
+}
+
+// linkLost: the connection to the resource manager broke.
+func (s *serverActor) linkLost() {
+	if s.link == nil {
+		return
+	}
+	s.w.note("%s: the resource manager is away", s.process.name)
+	s.link.broken = true
+	s.link = nil
+	s.w.at(s.process, s.w.between(50*time.Millisecond, time.Second), s.connect)
+}
+
+func (s *serverActor) ownerEvent(e core.Event) {
+	switch e.Kind {
+	case core.EventSessionGone:
+		proof := directory.GonePidfd
+		if e.Proof == core.ProofOperator {
+			proof = directory.GoneOperator
+		}
+		s.sessionGone(e.Session, proof)
+	case core.EventRegionFreed:
+		s.wentFree(e.Region)
+	case core.EventFenced:
+		if e.Incarnation != s.incarnation {
+			s.checkFenced(base.ErrFenced)
+		}
+	case core.EventDraining:
+	}
+}
+
+// watched compares the holders at the resource manager with what is known here.
+func (s *serverActor) watched(holders []base.SessionID) {
+	holds := map[base.SessionID]bool{}
+	for _, h := range holders {
+		holds[h] = true
+	}
+	u := s.dir.Usage(s.w.now)
+	private := map[base.SessionID]bool{}
+	for _, p := range u.Pools {
+		if p.Grant.Private {
+			private[p.Session] = true
+		}
+	}
+	for _, x := range u.Sessions {
+		switch x.State {
+		case directory.StateSuspect, directory.StateLeft, directory.StateAwaited:
+		default:
+			continue
+		}
+		if _, bound := s.bound[x.Session]; !holds[x.Session] && !private[x.Session] && !bound {
+			s.sessionGone(x.Session, directory.GoneDeregistered)
+		}
+	}
+}
+
+func (s *serverActor) sweep() {
+	s.sweepOnce()
+	s.w.at(s.process, sweepInterval, s.sweep)
+}
+
+// sweepOnce frees the regions on the resource manager's list that nobody needs.
+func (s *serverActor) sweepOnce() {
+	w := s.w
+	if s.link == nil {
+		return
+	}
+	inc := s.incarnation
+	call(w, s.process, w.manager.process, "ListRegions", mayRepeat, w.manager.list(s.id, inc), func(l ownerList, err error, _ fate) {
+		s.checkFenced(err)
+		if err != nil {
+			return
+		}
+		s.setPools(l.pools)
+		if l.ended && s.dir.RelistIncomplete() {
+			_ = s.step(func(d *directory.Directory) error { d.PredecessorsEnded(w.now); return nil })
+		}
+		inFlight, relisting := s.dir.AllocationInFlight(), s.dir.RelistIncomplete()
+		for _, r := range l.regions {
+			own := r.OwnerIncarnation == inc
+			switch {
+			case r.State == core.RegionDraining, s.dir.KnowsRegion(r.Pool, r.ID):
+			case own && inFlight, !own && relisting:
+				w.at(s.process, time.Second, s.sweepOnce)
+				return
+			default:
+				w.note("%s: region %d is nobody's", s.process.name, r.ID)
+				s.freeAtManager(r.ID, r.Incarnation, func(error) {})
+			}
+		}
+	})
+}
+
+// expand grants one more region; it goes on until the outcome is known.
+func (s *serverActor) expand(who directory.Caller, req *directory.ExpandRequest, until time.Duration, answer func(*directory.RegionGrant, error)) {
+	w := s.w
+	key := flightKey{who.Session, req.Operation}
+	var grant *directory.RegionGrant
+	var ticket *directory.ExpandTicket
+	err := s.step(func(d *directory.Directory) (err error) {
+		grant, ticket, err = d.ExpandBegin(w.now, who, req)
+		return err
+	})
+	settle := func(g *directory.RegionGrant, err error) {
+		if err == nil || !errors.Is(err, base.ErrFull) || req.Medium == base.MediumCPU {
+			answer(g, err)
+			return
+		}
+		s.makeRoom(func(again bool) {
+			if !again || w.now > until {
+				answer(nil, err)
+				return
+			}
+			s.expand(who, req, until, answer)
+		})
+	}
+	switch {
+	case err == nil && grant != nil:
+		answer(grant, nil)
+	case err == nil:
+		s.flights[key] = nil
+		s.allocate(ticket, false, func(g directory.RegionGrant, err error) {
+			list := s.flights[key]
+			delete(s.flights, key)
+			for _, f := range list {
+				w.at(s.process, 0, f)
+			}
+			settle(&g, err)
+		})
+	case errors.Is(err, base.ErrPending):
+		retry := func() { s.expand(who, req, until, answer) }
+		if _, flying := s.flights[key]; flying {
+			s.flights[key] = append(s.flights[key], retry)
+		} else {
+			answer(nil, err)
+		}
+	default:
+		settle(nil, err)
+	}
+}
+
+// allocate has the resource manager carry a ticket out, until the outcome is known.
+func (s *serverActor) allocate(t *directory.ExpandTicket, sent bool, done func(directory.RegionGrant, error)) {
+	w := s.w
+	finish := func(answer *directory.RegionGrant, err error) {
+		var grant directory.RegionGrant
+		failed := s.step(func(d *directory.Directory) (err2 error) {
+			grant, err2 = d.ExpandFinish(w.now, t, answer, err)
+			return err2
+		})
+		done(grant, failed)
+	}
+	retry := func() {
+		w.at(s.process, w.between(50*time.Millisecond, time.Second), func() { s.allocate(t, sent, done) })
+	}
+	if s.link == nil {
+		if !sent {
+			finish(nil, fmt.Errorf("%w: expand: no resource manager", base.ErrOffline))
+			return
+		}
+		retry()
+		return
+	}
+	inc := s.incarnation
+	call(w, s.process, w.manager.process, fmt.Sprintf("Allocate %d", t.RMOperation), mayRepeat, w.manager.allocate(core.Allocate{
+		Owner: s.id, Incarnation: inc, Operation: t.RMOperation, PageCount: t.PageCount, PageBytes: t.PageBytes, PieceBytes: t.PieceBytes,
+		Namespace: t.Namespace, Writer: t.Caller.Session, Pool: t.PoolID,
+	}), func(out core.Allocated, err error, f fate) {
+		s.checkFenced(err)
+		switch {
+		case err == nil:
+			w.acked[out.Region.ID] = out.Region.Extent
+			w.result.Regions++
+			finish(&directory.RegionGrant{
+				PoolID: out.Region.Pool, Region: out.Region.ID, Incarnation: out.Region.Incarnation, Place: placeOf(out.Region), Write: out.Handle.Token,
+			}, nil)
+		case f != notSent && unknownOutcome(f, err), f == notSent && sent:
+			sent = true
+			retry()
+		case f == notSent, errors.Is(err, base.ErrUnavailable), errors.Is(err, base.ErrAborted):
+			finish(nil, fmt.Errorf("%w: expand: %w", base.ErrOffline, err))
+		default:
+			finish(nil, err)
+		}
+	})
+}
+
+// makeRoom gives one kept region back and waits until it is free.
+func (s *serverActor) makeRoom(done func(again bool)) {
+	w := s.w
+	soon := false
+	for _, id := range sortedRegions(s.draining) {
+		soon = soon || w.now-s.draining[id] < drainPatience
+	}
+	if !soon {
+		found := false
+		_ = s.step(func(d *directory.Directory) error { _, found = d.GiveBackVictim(w.now, 0); return nil })
+		if !found {
+			done(false)
+			return
+		}
+		w.note("%s: a kept region goes back to make room", s.process.name)
+	}
+	told := false
+	tell := func(again bool) {
+		if !told {
+			told = true
+			done(again)
+		}
+	}
+	s.waiting = append(s.waiting, func() { tell(true) })
+	w.at(s.process, drainPatience, func() { tell(false) })
+}
+
+// commit publishes, and checks what is published (R1).
+func (s *serverActor) commit(who directory.Caller, req *hot.CommitRequest) ([]byte, error) {
+	var out []byte
+	err := s.step(func(d *directory.Directory) (err error) {
+		out, err = d.Commit(s.w.now, who, req, nil)
+		return err
+	})
+	if err == nil {
+		s.w.committed(who.Session, req.Rows, hot.CommitResults(out))
+	}
+	return out, err
+}
+
+// acquire leases, and checks what is found (R7).
+func (s *serverActor) acquire(who directory.Caller, req *hot.AcquireRequest) (out []byte, err error) {
+	err = s.step(func(d *directory.Directory) (err error) {
+		out, _, err = d.Acquire(s.w.now, who, req, nil)
+		return err
+	})
+	key := flightKey{who.Session, req.Sequence}
+	if err != nil || s.acquired[key] {
+		return out, err // the same operation again: what it leased may be retired since
+	}
+	s.acquired[key] = true
+	rows := hot.AcquireRows(out)
+	for i := range rows.Len() {
+		if row := rows.At(i); row.Verdict.Status() == hot.Hit {
+			s.w.found(req.Keys.At(i), row.Checksum)
+		}
+	}
+	return out, err
+}
+
+// remove deletes a key and waits for its marks for a while.
+func (s *serverActor) remove(who directory.Caller, seq base.Sequence, key base.Key, answer func(base.Code, error)) {
+	w := s.w
+	var id directory.DeleteID
+	meant := w.meantBy(key)
+	err := s.step(func(d *directory.Directory) (err error) {
+		id, err = d.Delete(w.now, who, seq, []base.Key{key})
+		return err
+	})
+	if err != nil {
+		answer(base.CodeOf(err), err)
+		return
+	}
+	told := false
+	tell := func() {
+		if told {
+			return
+		}
+		told = true
+		codes, _, done := s.dir.DeleteStatus(id, nil)
+		if len(codes) != 1 {
+			answer(base.CodeUnknown, nil)
+			return
+		}
+		if s.w.opt.Fault == AckDeleteAtOnce && codes[0] == base.CodeUnknown {
+			codes[0], done = base.CodeOK, true
+		}
+		if codes[0] == base.CodeOK && done {
+			w.deleted(meant)
+		}
+		answer(codes[0], nil)
+	}
+	if _, _, done := s.dir.DeleteStatus(id, nil); done || w.opt.Fault == AckDeleteAtOnce {
+		tell()
+		return
+	}
+	s.deletes[id] = append(s.deletes[id], tell)
+	w.at(s.process, deleteWait, tell)
+}
+
+// describe gives places and read capabilities.
+func (s *serverActor) describe(who directory.Caller, ids []base.RegionID) ([]described, error) {
+	infos, err := s.dir.DescribeRegions(s.w.now, who, ids, false, nil)
+	if err != nil {
+		return nil, err
+	}
+	var out []described
+	for _, info := range infos {
+		d := described{pool: info.Pool, region: info.Region, err: info.Err}
+		if d.err == nil {
+			// The resource manager derives read capabilities from write ones, without a change.
+			h := s.handle(info.Region, info.Incarnation)
+			h.Token = info.Write
+			if s.link == nil || !s.w.manager.alive() {
+				d.err = errNotSent
+			} else if d.handle, d.err = s.w.manager.core.MintRead(h); d.err == nil {
+				d.plan, d.err = poolfmt.PlanRegion(info.Place.PageBytes, info.Place.PageCount, info.Place.PieceBytes)
+			}
+		}
+		out = append(out, d)
+	}
+	return out, nil
+}
+
+type described struct {
+	pool   uint32
+	region base.RegionID
+	handle core.Handle
+	plan   poolfmt.Plan
+	err    error
+}
+
+func (s *serverActor) check() {
+	if !s.alive() {
+		return
+	}
+	if err := s.dir.CheckInvariants(s.w.now); err != nil {
+		id := err.Error()
+		if len(id) > 2 {
+			id = id[:2]
+		}
+		s.w.fail(id, "%v", err)
+	}
+}
