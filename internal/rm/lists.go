@@ -51,14 +51,18 @@ func (s *service) ListRegions(ctx context.Context, req *maruv1.ListRegionsReques
 
 func (s *service) ListHolds(ctx context.Context, req *maruv1.ListHoldsRequest) (*maruv1.ListHoldsResponse, error) {
 	var x ids
-	after := base.SessionID(x.may("after_session_id", req.GetAfterSessionId()))
+	after, only := base.SessionID(x.may("after_session_id", req.GetAfterSessionId())), base.SessionID(x.may("session_id", req.GetSessionId()))
 	if x.err != nil {
 		return nil, x.err
 	}
 	var list []core.HoldInfo
 	out := &maruv1.ListHoldsResponse{}
-	err := s.do(ctx, &job{kind: jobGlance, run: func(*core.Batch) error {
-		list, out.More = s.core.ListHolds(after, base.RegionID(req.GetAfterRegionId()), int(min(req.GetLimit(), core.MaxPageCount)))
+	wait := jobGlance
+	if only != (base.SessionID{}) {
+		wait = jobDurable
+	}
+	err := s.do(ctx, &job{kind: wait, run: func(*core.Batch) error {
+		list, out.More = s.core.ListHolds(only, after, base.RegionID(req.GetAfterRegionId()), int(min(req.GetLimit(), core.MaxPageCount)))
 		return nil
 	}})
 	if err != nil {

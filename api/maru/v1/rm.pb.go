@@ -3042,7 +3042,8 @@ type ListHoldsRequest struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
 	AfterSessionId []byte                 `protobuf:"bytes,1,opt,name=after_session_id,json=afterSessionId,proto3" json:"after_session_id,omitempty"`
 	AfterRegionId  uint32                 `protobuf:"varint,2,opt,name=after_region_id,json=afterRegionId,proto3" json:"after_region_id,omitempty"`
-	Limit          uint32                 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"` // at most 1000
+	Limit          uint32                 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`                         // at most 1000
+	SessionId      []byte                 `protobuf:"bytes,4,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"` // only this session's; waits until they are durable
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -3096,6 +3097,13 @@ func (x *ListHoldsRequest) GetLimit() uint32 {
 		return x.Limit
 	}
 	return 0
+}
+
+func (x *ListHoldsRequest) GetSessionId() []byte {
+	if x != nil {
+		return x.SessionId
+	}
+	return nil
 }
 
 type ListHoldsResponse struct {
@@ -3782,11 +3790,13 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	" \x01(\bR\bdraining\x12\"\n" +
 	"\rsince_unix_ms\x18\v \x01(\x03R\vsinceUnixMs\x12\x12\n" +
 	"\x04cure\x18\f \x01(\tR\x04cure\x12\x1a\n" +
-	"\bsequence\x18\r \x01(\x04R\bsequence\"z\n" +
+	"\bsequence\x18\r \x01(\x04R\bsequence\"\x99\x01\n" +
 	"\x10ListHoldsRequest\x12(\n" +
 	"\x10after_session_id\x18\x01 \x01(\fR\x0eafterSessionId\x12&\n" +
 	"\x0fafter_region_id\x18\x02 \x01(\rR\rafterRegionId\x12\x14\n" +
-	"\x05limit\x18\x03 \x01(\rR\x05limit\"P\n" +
+	"\x05limit\x18\x03 \x01(\rR\x05limit\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x04 \x01(\fR\tsessionId\"P\n" +
 	"\x11ListHoldsResponse\x12'\n" +
 	"\x05holds\x18\x01 \x03(\v2\x11.maru.v1.HoldInfoR\x05holds\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\"\xb1\x02\n" +

@@ -530,7 +530,7 @@ func TestRebootOfANode(t *testing.T) {
 	if err := hold(2, next, 1); err != nil {
 		t.Fatal(err)
 	}
-	holds, _ := w.core.ListHolds(base.SessionID{}, 0, 0)
+	holds, _ := w.core.ListHolds(base.SessionID{}, base.SessionID{}, 0, 0)
 	if len(holds) != 1 || holds[0].Session != (base.SessionID{2}) {
 		t.Errorf("holds after the reboot: %+v", holds)
 	}
@@ -551,6 +551,43 @@ func TestRebootOfANode(t *testing.T) {
 	token := w.core.holdToken(&w.core.sessions[base.SessionID{5}].row)
 	u.Token = token[:]
 	must(w.core.Unhold(w.batch, 1, u))(t)
+}
+
+// The resource manager's own machine was booted again: everything local is gone,
+// what is elsewhere is not.
+func TestRebootOfOurNode(t *testing.T) {
+	w := newWorld(t)
+	inc := w.owner(t, 1)
+	a := w.allocate(t, 1, inc, 1)
+	for i, p := range []Peer{
+		{Node: testConfig().Node, Boot: testConfig().Boot, Process: ProcessID{PID: 1, Boot: testConfig().Boot}},
+		{Node: base.NodeID{7}, Boot: base.BootID{1}},
+	} {
+		must(w.core.Hold(w.batch, 1, Hold{Session: base.SessionID{byte(i + 1)}, Server: base.OwnerID{1}, Incarnation: inc, Sequence: 1, Handles: []Handle{a.Handle}, Peer: p}))(t)
+	}
+	must(w.core.Free(w.batch, base.OwnerID{1}, inc, a.Handle))(t)
+	if err := w.commit(); err != nil {
+		t.Fatal(err)
+	}
+	cfg := testConfig()
+	cfg.Boot = base.BootID{0xbb}
+	l := NewLoader(cfg)
+	if err := w.store.Load(l.Row); err != nil {
+		t.Fatal(err)
+	}
+	c := must(l.Finish())(t)
+	b := &Batch{}
+	c.NoteOwnBoot(b)
+	holds, _ := c.ListHolds(base.SessionID{}, base.SessionID{}, 0, 0)
+	if len(holds) != 1 || holds[0].Session != (base.SessionID{2}) || !holds[0].Draining || holds[0].Cure == "" {
+		t.Errorf("%+v", holds)
+	}
+	if len(c.Processes()) != 0 {
+		t.Errorf("processes of the older boot are watched: %v", c.Processes())
+	}
+	if e := b.Events(); len(e) != 1 || e[0].Kind != EventSessionGone || e[0].Proof != ProofReboot {
+		t.Errorf("%+v", e)
+	}
 }
 
 func TestRecordsRule(t *testing.T) {

@@ -101,12 +101,13 @@ type HoldInfo struct {
 }
 
 // ListHolds lists holds in order of session and region, and says who must act
-// for each draining region to come back (L1).
-func (c *Core) ListHolds(afterSession base.SessionID, afterRegion base.RegionID, limit int) (out []HoldInfo, more bool) {
+// for each draining region to come back (L1). only, if not zero, leaves out all
+// other sessions.
+func (c *Core) ListHolds(only, afterSession base.SessionID, afterRegion base.RegionID, limit int) (out []HoldInfo, more bool) {
 	limit = pageLimit(limit)
 	for _, id := range slices.SortedFunc(maps.Keys(c.sessions), compareSessions) {
 		order := compareSessions(id, afterSession)
-		if order < 0 {
+		if order < 0 || only != (base.SessionID{}) && id != only {
 			continue
 		}
 		s := c.sessions[id]

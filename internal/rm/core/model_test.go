@@ -321,7 +321,7 @@ func corePicture(c *Core) []string {
 		out = append(out, fmt.Sprintf("region %d owner %x.%d op %d inc %d at %d+%d pages %d state %d", r.ID, r.Owner[:1], r.OwnerIncarnation, r.Operation, r.Incarnation,
 			(r.Extent.Offset-poolfmt.DataOffset)/poolfmt.Alignment, r.Extent.Length/poolfmt.Alignment, r.Plan.PageCount, r.State))
 	}
-	holds, _ := c.ListHolds(base.SessionID{}, 0, 0)
+	holds, _ := c.ListHolds(base.SessionID{}, base.SessionID{}, 0, 0)
 	for _, h := range holds {
 		out = append(out, fmt.Sprintf("hold %x region %d seq %d views %v process %d", h.Session[:1], h.Region, h.Sequence, h.Views, h.Process.PID))
 	}
