@@ -178,6 +178,7 @@ func newGRPCEcho(listeners ...net.Listener) (stop func() error) {
 	}
 }
 
+//nolint:revive // the signature is grpc.MethodHandler's
 func grpcEcho(_ any, _ context.Context, decode func(any) error, _ grpc.UnaryServerInterceptor) (any, error) {
 	in := &wrapperspb.BytesValue{}
 	if err := decode(in); err != nil {

@@ -267,6 +267,9 @@ func fillClient(ctx context.Context, c *client.Client, count int) error {
 	return nil
 }
 
+// releasePause is longer than the server needs for a batch of releases.
+const releasePause = 500 * time.Microsecond
+
 // goClient times the public client's calls beside an echo of the same bytes.
 func (s metaSizes) goClient(ctx context.Context, o Options, r *Report, c *client.Client, at serverReady) error {
 	echo, err := dialEcho(ctx, at.EchoUnix)
@@ -280,7 +283,7 @@ func (s metaSizes) goClient(ctx context.Context, o Options, r *Report, c *client
 	verdicts, views := make([]byte, s.batch), make([]client.View, s.batch)
 	ids, turn := make([]uint64, s.batch), 0
 	var w stopwatch
-	calls := []func() time.Duration{
+	probes := []func() time.Duration{
 		w.time(func() error { return echo.call(probeEcho) }),
 		w.time(func() error {
 			turn++
@@ -290,8 +293,16 @@ func (s metaSizes) goClient(ctx context.Context, o Options, r *Report, c *client
 			}
 			return err
 		}),
+	}
+	// Released views go to the server behind the caller's back: the pause keeps that
+	// out of the reference that comes next.
+	viewCalls := []func() time.Duration{
+		w.time(func() error { return sleep(ctx, releasePause) }),
 		w.time(func() error { return echo.call(acquireEcho) }),
-		w.time(func() error { return c.Retrieve(ctx, batches[turn%len(batches)], hot.ModeEach, views) }),
+		w.time(func() error {
+			turn++
+			return c.Retrieve(ctx, batches[turn%len(batches)], hot.ModeEach, views)
+		}),
 		w.time(func() error {
 			for i := range views {
 				if ids[i] = views[i].ID; ids[i] == 0 {
@@ -302,8 +313,10 @@ func (s metaSizes) goClient(ctx context.Context, o Options, r *Report, c *client
 			return nil
 		}),
 	}
-	interleave(s.rounds/10+1, calls...) // warm
-	times := interleave(s.rounds, calls...)
+	interleave(s.rounds/10+1, probes...) // warm
+	times := interleave(s.rounds, probes...)
+	interleave(s.rounds/10+1, viewCalls...)
+	times = append(times, interleave(s.rounds/2+1, viewCalls...)[1:]...)
 	if w.err != nil {
 		return w.err
 	}

@@ -46,10 +46,17 @@ type answer struct {
 const maxLineBytes = 16 << 20
 
 // RunProcess is the body of a process of a benchmark. It ends with its input.
-func RunProcess(ctx context.Context, kind, options string, in io.Reader, out io.Writer) error {
+func RunProcess(ctx context.Context, kind, options string, in io.Reader, out io.Writer) (err error) {
 	start := parts[kind]
 	if start == nil {
 		return fmt.Errorf("%w: no process of a benchmark is called %q", base.ErrInvalid, kind)
+	}
+	if dir := os.Getenv(profileVariable); dir != "" {
+		stop, profileErr := startProfile(dir, kind)
+		if profileErr != nil {
+			return profileErr
+		}
+		defer func() { err = errors.Join(err, stop()) }()
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -99,7 +106,11 @@ func startPart(ctx context.Context, kind string, options, ready any) (*process, 
 	if err != nil {
 		return nil, err
 	}
-	return startProcess(ctx, kind, exec.CommandContext(ctx, program, "bench", Command, kind, string(text)), ready) //nolint:gosec // this program itself
+	cmd := exec.CommandContext(ctx, program, "bench", Command, kind, string(text)) //nolint:gosec // this program itself
+	if dir, ok := ctx.Value(profileKey{}).(string); ok {
+		cmd.Env = append(os.Environ(), profileVariable+"="+dir)
+	}
+	return startProcess(ctx, kind, cmd, ready)
 }
 
 // startProcess starts a program that speaks in lines.

@@ -33,6 +33,7 @@ func (t *tool) benchCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().BoolVar(&opt.Quick, "quick", false, "smaller and shorter: under 30 s, figures less exact")
+	cmd.Flags().StringVar(&opt.ProfileDir, "profile", "", "write a CPU profile of each process into this directory")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print one JSON object")
 	cmd.AddCommand(t.benchProcessCommand())
 	return cmd
