@@ -21,7 +21,7 @@ type Directory struct {
 	effects []Effect
 
 	sessions    map[base.SessionID]*session
-	sessionList []*session // in the order of their first Open: every walk is repeatable
+	sessionList []*session // in the order of their last Open: every walk is repeatable
 	nextExpiry  time.Duration
 
 	pools    map[uint32]*pool

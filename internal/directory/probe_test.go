@@ -99,6 +99,9 @@ func TestProbeShards(t *testing.T) {
 		if _, leading, err = r.d.Probe(r.now, sched, shardProbe(sched, hot.ModePrefix, keys, w0, w1), nil); err != nil || leading != 0 {
 			t.Fatalf("leading %d, %v", leading, err)
 		}
+		if _, leading, _ = r.d.Probe(r.now, sched, shardProbe(sched, hot.ModePrefix, keys, w1), nil); leading != 0 {
+			t.Fatal("a target whose time is up reads what a live session stored")
+		}
 		if _, leading, _ = r.d.Probe(r.now, sched, shardProbe(sched, hot.ModePrefix, keys, w0), nil); int(leading) != keys {
 			t.Fatalf("leading %d of worker 0 alone", leading)
 		}

@@ -84,8 +84,8 @@ func (s *session) readable(g *region) bool {
 	if p.owner != nil {
 		return p.owner == s
 	}
-	if s.proved&^s.lostPools&p.bit == 0 {
-		return false
+	if s.proved&^s.lostPools&p.bit == 0 || !p.info.Online {
+		return false // an offline pool cannot be mapped: no hits are counted there (FE-08)
 	}
 	if len(s.unreachable) != 0 {
 		if _, lost := s.unreachable[regionKey{p.number, g.id}]; lost {

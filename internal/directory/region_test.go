@@ -313,8 +313,15 @@ func TestLeft(t *testing.T) {
 	r := newRig(t, nil)
 	w, o := r.worker(1), r.worker(2)
 	g := r.expand(w, 2)
-	empty := r.expand(w, 2)
-	r.commit(w, rowOf(g, 0, 1, testKey(0)))
+	empty, returned := r.expand(w, 2), r.expand(w, 2)
+	r.commit(w, rowOf(g, 0, 1, testKey(0)), rowOf(returned, 0, 1, testKey(5)))
+	read := r.next()
+	if _, _, err := r.acquireSeq(o, read, base.LeaseCopy, hot.ModeEach, []int{1}, testKey(5)); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.d.Return(r.now, w, r.next(), returned.Pool, returned.Region); err != nil {
+		t.Fatal(err)
+	}
 	viewed := r.next()
 	if _, _, err := r.acquireSeq(w, viewed, base.LeaseView, hot.ModeEach, []int{1}, testKey(0)); err != nil {
 		t.Fatal(err)
@@ -326,6 +333,7 @@ func TestLeft(t *testing.T) {
 	}
 	_, err := r.d.Open(r.now, &OpenRequest{Session: w.Session, Secret: Secret{5}, Proof: ProofProcess, Role: base.RoleWorker, Namespace: nsA, Opaque: true, PieceBytes: testPiece})
 	wantErr(t, err, base.ErrClosed)
+	r.release(o, hot.ReleaseRow{Acquire: read, Count: 1})
 	r.now += 6 * time.Second
 	r.beat(o)
 	r.now += 6 * time.Second
@@ -339,7 +347,7 @@ func TestLeft(t *testing.T) {
 	}
 	r.check()
 	r.d.SessionGone(r.now, w.Session, GonePidfd)
-	if n := r.count(EffectFreeRegion); n != 1 || r.d.regionOf(1, empty.Region).state != regionFreeing {
+	if n := r.count(EffectFreeRegion); n != 2 || r.d.regionOf(1, empty.Region).state != regionFreeing {
 		t.Fatalf("%d regions go back", n)
 	}
 	r.check()

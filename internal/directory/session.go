@@ -131,8 +131,10 @@ func (d *Directory) Open(now time.Duration, req *OpenRequest) (OpenResult, error
 	if s == nil {
 		s = &session{id: req.Session}
 		d.sessions[req.Session] = s
-		d.sessionList = append(d.sessionList, s)
+	} else if i := slices.Index(d.sessionList, s); i >= 0 {
+		d.sessionList = slices.Delete(d.sessionList, i, i+1)
 	}
+	d.sessionList = append(d.sessionList, s)
 	if s.ns == nil {
 		s.ns = ns
 		ns.sessions++

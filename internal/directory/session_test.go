@@ -379,6 +379,24 @@ func TestReadOrder(t *testing.T) {
 	if v := r.probe(w, testKey(1)); v[0] != hot.MakeHit(base.MediumCXL) {
 		t.Fatal("a proof does not count again")
 	}
+	if u := r.d.Usage(r.now); len(u.Sessions[0].ReadOrder) != 2 || u.Sessions[0].ReadOrder[0] != base.MediumCXL {
+		t.Fatalf("the server does not record the order (POL-09): %+v", u.Sessions[0])
+	}
+	// So is what lies in a pool that is offline.
+	shared := r.d.shared[0].info
+	for _, online := range []bool{false, true} {
+		shared.Online = online
+		if err := r.d.SetPools(r.now, []Pool{shared}); err != nil {
+			t.Fatal(err)
+		}
+		want := hot.MakeHit(base.MediumCPU)
+		if online {
+			want = hot.MakeHit(base.MediumCXL)
+		}
+		if v := r.probe(w, testKey(1)); v[0] != want {
+			t.Fatalf("online %v: %v", online, v)
+		}
+	}
 	if err := r.d.ReportUnreachable(r.now, w, sg.Pool, 0); err != nil {
 		t.Fatal(err)
 	}

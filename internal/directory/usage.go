@@ -52,6 +52,9 @@ type SessionUsage struct {
 	Requests  int
 	Regions   int
 	Provable  bool
+	// WriteOrder and ReadOrder are what the session opened with (POL-09); empty is the
+	// default order.
+	WriteOrder, ReadOrder []base.Medium
 }
 
 // Usage is a report of everything.
@@ -89,6 +92,7 @@ func (d *Directory) Usage(now time.Duration) Usage {
 		su := SessionUsage{
 			Session: s.id, EngineID: s.engine, Instance: s.instance, Role: s.role, State: state, Epoch: s.epoch,
 			Leases: s.leases, Requests: len(s.requests.byID), Regions: len(s.regions) + s.keptRegions, Provable: s.provable,
+			WriteOrder: s.writeOrder.Media(), ReadOrder: s.readOrder.Media(),
 		}
 		if s.ns != nil {
 			su.Namespace = s.ns.id
