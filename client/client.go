@@ -49,8 +49,10 @@ type Client struct {
 	reopen chan struct{}
 	kicked chan struct{}
 
-	link     atomic.Pointer[link]
-	unixPath string // of the server's control socket; used by the loop that opens only
+	link atomic.Pointer[link]
+	// Of the loop that opens.
+	unixPath string               // the server's control socket
+	lastOpen *maruv1.OpenResponse // the last that was answered, also when it could not be used
 	manager  manager
 	limited  limiter
 
@@ -268,13 +270,14 @@ func (c *Client) say(ctx context.Context, l *link, req *maruv1.CloseRequest) err
 	return err
 }
 
-// leaveMemory unmaps every region and gives the holds back. The core has agreed.
-func (c *Client) leaveMemory() {
+// leaveMemory unmaps every region and gives the holds back. It returns false, and leaves
+// everything where it is, while something is in use (D1).
+func (c *Client) leaveMemory() bool {
 	c.mu.Lock()
 	gone, ok := c.mu.core.Close(nil)
 	c.mu.Unlock()
 	if !ok {
-		return
+		return false
 	}
 	for _, id := range gone {
 		if h := c.unmap(id); h != nil {
@@ -287,6 +290,7 @@ func (c *Client) leaveMemory() {
 		c.log.Warn("the resource manager did not take the holds back; they end with this process", "regions", len(c.unholds), "error", err)
 	}
 	c.unholds = nil
+	return true
 }
 
 // enter begins a call; leave ends it. Errors: ErrClosed, and the context's.
@@ -355,13 +359,11 @@ func (c *Client) Close(ctx context.Context) error {
 	c.wg.Wait()
 
 	var err error
-	left := views > 0 || exported > 0
+	left := views > 0 || exported > 0 || !c.leaveMemory()
 	if left {
 		c.mu.Lock()
 		c.mu.core.Leave()
 		c.mu.Unlock()
-	} else {
-		c.leaveMemory()
 	}
 	if l != nil {
 		if err = c.say(ctx, l, &maruv1.CloseRequest{Drained: !left, Left: left}); err != nil {

@@ -151,6 +151,7 @@ func (c *Client) openSession(ctx context.Context) error {
 			return err
 		}
 	}
+	c.lastOpen = resp
 	return c.adopt(ctx, resp, sent, unix)
 }
 
@@ -185,10 +186,10 @@ func (c *Client) openRequest() *maruv1.OpenRequest {
 	for _, m := range cfg.ReadOrder {
 		req.ReadOrder = append(req.ReadOrder, maruv1.Medium(m))
 	}
-	if old := c.link.Load(); old != nil {
-		req.PreviousSecret = old.secret
-		req.PreviousServerEpoch = uint64(old.serverEpoch)
-		req.PreviousEpoch = uint32(old.epoch)
+	if old := c.lastOpen; old != nil {
+		req.PreviousSecret = old.GetSecret()
+		req.PreviousServerEpoch = old.GetServerEpoch()
+		req.PreviousEpoch = old.GetEpoch()
 	}
 	return req
 }
@@ -219,6 +220,11 @@ func (c *Client) adopt(ctx context.Context, resp *maruv1.OpenResponse, sent time
 	defer func() {
 		if adopted {
 			return
+		}
+		if c.link.Load() == nil && l.api != nil {
+			// Nothing is held under it, and nobody will come back for it.
+			_ = c.say(context.WithoutCancel(ctx), l, &maruv1.CloseRequest{Drained: true})
+			c.lastOpen = nil
 		}
 		l.cancel()
 		if l.hot != nil {

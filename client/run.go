@@ -27,7 +27,11 @@ func (c *Client) run() {
 		if since.IsZero() {
 			since = time.Now()
 			c.count.outages.Add(1)
-			c.log.Warn("the server is away: everything is a miss until it is back", "server", c.cfg.ServerAddress, "error", err)
+			text := "the session cannot be opened: everything is a miss until it is"
+			if away(err) {
+				text = "the server is away: everything is a miss until it is back"
+			}
+			c.log.Warn(text, "server", c.cfg.ServerAddress, "error", err)
 		}
 	}
 	back := func() {
