@@ -62,20 +62,20 @@ func TestBadPeers(t *testing.T) {
 		})
 	}
 	// After the proof, too.
-	for name, make := range map[string]func() []byte{
+	for name, frame := range map[string]func() []byte{
 		"malformed probe": func() []byte { b := append([]byte(nil), probe...); b[len(b)-40] = 0xff; return b[:len(b)-1] },
 		"hello again":     func() []byte { return hello },
 		"challenge":       func() []byte { return hot.AppendChallenge(nil, &hot.Challenge{}) },
 	} {
 		t.Run("proved "+name, func(t *testing.T) {
 			h := c.connect("")
-			b := make()
+			b := frame()
 			if name == "malformed probe" {
 				b[0]-- // the length says what is there, the payload does not decode
 			}
 			_, _ = h.conn.Write(b)
 			_ = h.conn.SetReadDeadline(time.Now().Add(5 * time.Second))
-			if _, err := h.conn.Read(make2(1)); !errors.Is(err, io.EOF) && (err == nil || !strings.Contains(err.Error(), "reset")) {
+			if _, err := h.conn.Read(make([]byte, 1)); !errors.Is(err, io.EOF) && (err == nil || !strings.Contains(err.Error(), "reset")) {
 				t.Errorf("not cut: %v", err)
 			}
 		})
@@ -84,7 +84,7 @@ func TestBadPeers(t *testing.T) {
 		h := c.connect("")
 		_, _ = h.conn.Write(probe[:20])
 		_ = h.conn.SetReadDeadline(time.Now().Add(5 * time.Second))
-		if _, err := h.conn.Read(make2(1)); !errors.Is(err, io.EOF) {
+		if _, err := h.conn.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
 			t.Errorf("half a frame was waited for: %v", err)
 		}
 	})
@@ -105,8 +105,6 @@ func TestBadPeers(t *testing.T) {
 		return len(s.hot.mu.conns) <= 1
 	})
 }
-
-func make2(n int) []byte { return make([]byte, n) }
 
 // The proof of a hot connection: each part of it counts, and none works twice.
 func TestHelloProof(t *testing.T) {
@@ -348,7 +346,7 @@ func TestReopenEndsOldEpoch(t *testing.T) {
 		t.Errorf("a heartbeat of the old epoch: %v", err)
 	}
 	_ = old.conn.SetReadDeadline(time.Now().Add(5 * time.Second))
-	if _, err := old.conn.Read(make2(1)); !errors.Is(err, io.EOF) && (err == nil || !strings.Contains(err.Error(), "reset")) {
+	if _, err := old.conn.Read(make([]byte, 1)); !errors.Is(err, io.EOF) && (err == nil || !strings.Contains(err.Error(), "reset")) {
 		t.Errorf("the old epoch's connection: %v", err)
 	}
 	batch, err := stream.Recv()

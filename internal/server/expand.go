@@ -200,7 +200,7 @@ func (s *Server) join(ctx context.Context, key flightKey) error {
 }
 
 func unknownExpand(ctx context.Context) error {
-	return fmt.Errorf("%w: expand: the resource manager has not answered yet (%v); ask again with the same operation", base.ErrUnknown, ctx.Err())
+	return fmt.Errorf("%w: expand: the resource manager has not answered yet (%w); ask again with the same operation", base.ErrUnknown, ctx.Err())
 }
 
 // fly starts the goroutine of a ticket and waits for it as long as the caller does.

@@ -165,7 +165,6 @@ type client struct {
 	hot     *hotClient
 	seq     base.Sequence
 	beat    uint64
-	pages   uint64
 	counter uint32
 }
 

@@ -16,7 +16,6 @@ import (
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
-	"github.com/xcena-dev/maru/internal/hot"
 	"github.com/xcena-dev/maru/internal/media/dax"
 	"github.com/xcena-dev/maru/internal/poolfmt"
 	"github.com/xcena-dev/maru/internal/rm"
@@ -24,12 +23,11 @@ import (
 
 // lab is a resource manager with one file pool, and the configuration of a server on it.
 type lab struct {
-	t      testing.TB
-	rmCfg  rm.Config
-	rm     *rm.Server
-	cfg    Config
-	pool   string
-	rmPort int
+	t     testing.TB
+	rmCfg rm.Config
+	rm    *rm.Server
+	cfg   Config
+	pool  string
 }
 
 func newLab(t testing.TB, poolBytes uint64) *lab {
@@ -248,10 +246,6 @@ func TestKeptRegionsGoBack(t *testing.T) {
 	c.connect("")
 	l.prove(c)
 	c.acquireAll(base.LeaseCopy, all[0][:1]) // read last; and leased
-	for i, want := range []int{0, 0, 40} {
-		_ = i
-		_ = want
-	}
 	c.expand(maruv1.Medium_MEDIUM_CXL, 40, 65536)
 	if n := c.probeHits(all[1]); n != 0 {
 		t.Errorf("%d hits in the region read longest ago", n)
@@ -341,5 +335,3 @@ func httpGet(t testing.TB, s *Server, path string) (int, string) {
 	b, _ := io.ReadAll(r.Body)
 	return r.StatusCode, string(b)
 }
-
-var _ = hot.MaxKeys

@@ -353,8 +353,7 @@ func (s *Server) Ready() (degraded string, err error) {
 	return reason, nil
 }
 
-// ControlAddress, HotAddress, UnixPath, HotUnixPath and HTTPAddress say where the
-// server listens; an HTTPAddress is empty without one.
+// ControlAddress is the control plane's TCP address.
 func (s *Server) ControlAddress() string { return s.control.tcp.Addr().String() }
 
 // HotAddress is the hot plane's TCP address.
@@ -366,7 +365,7 @@ func (s *Server) UnixPath() string { return s.control.unix.Path() }
 // HotUnixPath is the hot plane's socket.
 func (s *Server) HotUnixPath() string { return s.hotUnix.Path() }
 
-// HTTPAddress is where /metrics, /healthz and /readyz are.
+// HTTPAddress is where /metrics, /healthz and /readyz are; empty without them.
 func (s *Server) HTTPAddress() string {
 	if s.http == nil {
 		return ""
