@@ -45,6 +45,8 @@ _RELEASE_WAITS_S = (0.001, 0.005, 0.02)
 
 _HIT = int(Verdict.HIT)  # comparing with an enum costs more than the key's probe
 
+_EMPTY_VALUE = "an empty value cannot be stored: a value has 1 byte to chunk_size_bytes"
+
 _NOT_CONNECTED = "Not connected. Call connect() first."
 
 
@@ -216,6 +218,8 @@ class MaruHandler:
     def _bad_page(self, code: int, handle: AllocHandle) -> None:
         if code == Code.NOT_FOUND:
             raise KeyError(f"region {handle.region_id} is not one of this handler's")
+        if code == Code.INVALID and handle.size == 0:
+            raise ValueError(_EMPTY_VALUE)
         if code == Code.INVALID:
             raise ValueError(
                 f"page {handle.page_index} of region {handle.region_id} with {handle.size} bytes is not being written: "
@@ -304,6 +308,8 @@ class MaruHandler:
         except (TypeError, BufferError) as e:
             raise TypeError(f"a value to copy must be a contiguous buffer or an AllocHandle: {e}") from None
         for n in itertools.islice(runs.runs, 1, None, 2):
+            if n == 0:
+                raise ValueError(_EMPTY_VALUE)
             if n > chunk:
                 raise ValueError(f"Requested size {n} exceeds chunk_size {chunk}")
         try:

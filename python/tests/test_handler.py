@@ -267,6 +267,42 @@ def test_copying_forms(handler: MaruHandler, key: Key) -> None:
 def test_tiny_and_empty_values(handler: MaruHandler, key: Key) -> None:
     assert put(handler, key("one"), b"\x01")
     assert value(handler, key("one")) == b"\x01"
+    with pytest.raises(ValueError, match="empty value"):
+        handler.store(key("none"), data=b"")
+    empty = handler.alloc(0)
+    with pytest.raises(ValueError, match="empty value"):
+        handler.store(key("none"), empty)
+    handler.free(empty)
+    assert not handler.exists(key("none"))
+
+
+def test_numpy_keeps_the_lease(handler: MaruHandler, key: Key) -> None:
+    """What torch.frombuffer does as well: the array is all that is left of the answer."""
+    np = pytest.importorskip("numpy")
+    assert put(handler, key("k"), bytes(range(16)))
+    info = handler.retrieve(key("k"))
+    assert info is not None
+    numbers = np.frombuffer(info.view, dtype=np.uint32)[1:]
+    del info
+    gc.collect()
+    assert handler.delete(key("k")) is False
+    assert numbers.tobytes() == bytes(range(4, 16))
+    assert not numbers.flags.writeable
+    page = handler.alloc(16)
+    np.frombuffer(page.buf, dtype=np.uint64)[:] = 7  # pages are aligned and writable
+    handler.free(page)
+    del numbers
+    gc.collect()
+    assert eventually(lambda: handler.delete(key("k")))
+
+
+def test_chunk_sizes_live_side_by_side(system: System, key: Key) -> None:
+    """They share the namespace: each reads what the other stored."""
+    with MaruHandler(config(system)) as small, MaruHandler(config(system, chunk_size_bytes=3 * CHUNK)) as large:
+        assert large.store(key("big"), data=b"b" * (2 * CHUNK))
+        assert small.store(key("little"), data=b"s" * 10)
+        assert value(small, key("big")) == b"b" * (2 * CHUNK)
+        assert value(large, key("little")) == b"s" * 10
 
 
 def test_batches(handler: MaruHandler, key: Key) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 
+import maru
 from conftest import ROOT, System
 from maru import MaruConfig, MaruHandler, _lib
 
@@ -55,12 +57,20 @@ def test_layouts(program: Path) -> None:
 def test_declarations_are_the_headers() -> None:
     header = (ROOT / "include/maru.h").read_text()
     code = header.split('extern "C" {', 1)[1]
-    import re
-
     code = re.sub(r"/\*.*?\*/", "", code, flags=re.S)
     found = re.findall(r"^(?:int32_t|uint32_t|const char \*)\s*(maru_\w+)\((.*?)\);", code, re.M | re.S)
     declared = {name: 0 if args.strip() == "void" else args.count(",") + 1 for name, args in found}
     assert declared == {name: len(args) for name, (_, args) in _lib._FUNCTIONS.items()}
+
+
+def test_versions() -> None:
+    """The wheel, the package and the library are one release."""
+    project = (ROOT / "python/pyproject.toml").read_text()
+    header = (ROOT / "include/maru.h").read_text()
+    assert f'\nversion = "{maru.__version__}"\n' in project
+    assert f'#define MARU_VERSION "{maru.__version__}"' in header
+    assert _lib.load().maru_version_string().decode() == maru.__version__
+    assert f"#define MARU_ABI_VERSION {_lib.ABI_VERSION}u" in header
 
 
 def test_c_program(program: Path, system: System) -> None:
