@@ -82,7 +82,10 @@ func version(release string) (major, minor int) {
 		return 0, 0
 	}
 	major, _ = strconv.Atoi(parts[0])
-	minor, _ = strconv.Atoi(strings.TrimRightFunc(parts[1], func(r rune) bool { return r < '0' || r > '9' }))
+	if end := strings.IndexFunc(parts[1], func(r rune) bool { return r < '0' || r > '9' }); end >= 0 {
+		parts[1] = parts[1][:end]
+	}
+	minor, _ = strconv.Atoi(parts[1])
 	return major, minor
 }
 

@@ -63,8 +63,8 @@ type Up struct {
 // Start starts both programs and returns when they can be used. Close ends them and
 // removes what was made. ctx bounds the start only.
 //
-// Errors: ErrInvalid, ErrBusy (port or directory in use), ErrFull (not enough
-// memory or room), ErrDenied (a host that others reach, without Insecure).
+// Errors: ErrInvalid (also a host that others reach, without Insecure), ErrBusy
+// (port or directory in use), ErrFull (not enough memory or room).
 func Start(ctx context.Context, opt Options) (_ *Up, err error) {
 	if opt.Log == nil {
 		opt.Log = slog.New(slog.DiscardHandler)
