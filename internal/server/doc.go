@@ -26,7 +26,8 @@
 //     by itself (the pidfd).
 //  3. Of a session one epoch is current. Connections of older ones are cut when the
 //     new one is made.
-//  4. A fenced server answers no request that changes or reads the directory's objects.
+//  4. A server that has stopped serving (fenced, dropped, or broken by a bug under the
+//     directory's lock) answers no request that changes or reads the directory's objects.
 //
 // Source: docs/PROTOCOL.md sections 1 and 3; docs/rfcs/0002 and 0003.
 package server

@@ -48,16 +48,28 @@ func (s *Server) perform(effects []directory.Effect) {
 
 // step runs f under the directory's write lock and carries out what it left.
 func (s *Server) step(f func(d *directory.Directory, now time.Duration) error) error {
+	effects, err := s.stepLocked(f)
+	s.perform(effects)
+	return err
+}
+
+func (s *Server) stepLocked(f func(d *directory.Directory, now time.Duration) error) ([]directory.Effect, error) {
 	s.dir.Lock()
-	if s.dir.closed {
+	whole := false
+	defer func() {
+		if !whole {
+			s.poison()
+		}
 		s.dir.Unlock()
-		return errStops
+	}()
+	if s.dir.closed.Load() {
+		whole = true
+		return nil, errStops
 	}
 	err := f(s.dir.Directory, bootTime())
 	effects := s.dir.AppendEffects(nil)
-	s.dir.Unlock()
-	s.perform(effects)
-	return err
+	whole = true
+	return effects, err
 }
 
 // errStops is the answer of a server on its way down.
@@ -67,7 +79,7 @@ var errStops = fmt.Errorf("%w: the server stops", base.ErrClosed)
 func (s *Server) look(f func(d *directory.Directory, now time.Duration) error) error {
 	s.dir.RLock()
 	defer s.dir.RUnlock()
-	if s.dir.closed {
+	if s.dir.closed.Load() {
 		return errStops
 	}
 	return f(s.dir.Directory, bootTime())

@@ -84,10 +84,17 @@ func (c *hotConn) dispatch(out []byte, h hot.Header, payload []byte) ([]byte, er
 	return out, nil
 }
 
+// lock takes the directory's lock and remembers it for the case of a panic.
+func (c *hotConn) lock() {
+	c.server.dir.Lock()
+	c.holds = holdsWrite
+}
+
 // unlock takes the effects, gives the write lock up and carries them out.
 func (c *hotConn) unlock() {
 	s, x := c.server, &c.scratch
 	x.effects = s.dir.AppendEffects(x.effects[:0])
+	c.holds = holdsNothing
 	s.dir.Unlock()
 	if len(x.effects) > 0 {
 		s.perform(x.effects)
@@ -105,10 +112,12 @@ func (c *hotConn) probe(out []byte, id uint64) ([]byte, error) {
 	var err error
 	if x.probe.RequestID == 0 {
 		s.dir.RLock()
+		c.holds = holdsRead
 		x.rows, leading, err = s.dir.Probe(now, who, &x.probe, x.rows)
+		c.holds = holdsNothing
 		s.dir.RUnlock()
 	} else {
-		s.dir.Lock()
+		c.lock()
 		x.rows, leading, err = s.dir.ProbeKeep(now, who, &x.probe, x.rows)
 		c.unlock()
 	}
@@ -126,7 +135,7 @@ func (c *hotConn) acquire(out []byte, id uint64) ([]byte, error) {
 	now := bootTime()
 	var manifests uint32
 	var err error
-	s.dir.Lock()
+	c.lock()
 	x.rows, manifests, err = s.dir.Acquire(now, who, &x.acquire, x.rows)
 	c.unlock()
 	if err != nil {
@@ -137,9 +146,12 @@ func (c *hotConn) acquire(out []byte, id uint64) ([]byte, error) {
 
 func (c *hotConn) release(out []byte, id uint64) ([]byte, error) {
 	s, x, who := c.server, &c.scratch, c.session.caller()
+	if err := s.serving(); err != nil {
+		return out, err
+	}
 	now := bootTime()
 	var err error
-	s.dir.Lock()
+	c.lock()
 	x.rows, err = s.dir.Release(now, who, &x.release, x.rows)
 	c.unlock()
 	if err != nil {
@@ -155,7 +167,7 @@ func (c *hotConn) commit(out []byte, id uint64) ([]byte, error) {
 	}
 	now := bootTime()
 	var err error
-	s.dir.Lock()
+	c.lock()
 	x.rows, err = s.dir.Commit(now, who, &x.commit, x.rows)
 	c.unlock()
 	if err != nil {
@@ -166,10 +178,13 @@ func (c *hotConn) commit(out []byte, id uint64) ([]byte, error) {
 
 func (c *hotConn) resolve(out []byte, id uint64) ([]byte, error) {
 	s, x, who := c.server, &c.scratch, c.session.caller()
+	if err := s.serving(); err != nil {
+		return out, err
+	}
 	now := bootTime()
 	var outcome hot.Outcome
 	var err error
-	s.dir.Lock()
+	c.lock()
 	outcome, x.rows, err = s.dir.Resolve(now, who, &x.resolve, x.rows)
 	c.unlock()
 	if err != nil {
@@ -185,7 +200,7 @@ func (c *hotConn) relist(out []byte, id uint64) ([]byte, error) {
 	}
 	now := bootTime()
 	var err error
-	s.dir.Lock()
+	c.lock()
 	x.rows, err = s.dir.Relist(now, who, &x.relist, x.rows)
 	c.unlock()
 	if err != nil {
@@ -196,8 +211,11 @@ func (c *hotConn) relist(out []byte, id uint64) ([]byte, error) {
 
 func (c *hotConn) requests(out []byte, id uint64) ([]byte, error) {
 	s, x, who := c.server, &c.scratch, c.session.caller()
+	if err := s.serving(); err != nil {
+		return out, err
+	}
 	now := bootTime()
-	s.dir.Lock()
+	c.lock()
 	known, err := s.dir.Requests(now, who, &x.requests)
 	c.unlock()
 	if err != nil {

@@ -159,8 +159,18 @@ type hotConn struct {
 	// awaiting is true while no byte of the next frame has come; late is true while
 	// a deadline is set.
 	awaiting, late bool
+	holds          lockHeld
 	closed         atomic.Bool
 }
+
+// lockHeld is which of the directory's locks a connection has now.
+type lockHeld uint8
+
+const (
+	holdsNothing lockHeld = iota
+	holdsRead
+	holdsWrite
+)
 
 // Read feeds the frame reader. A peer may be silent between frames for as long as
 // it likes; the rest of a frame that was begun has to come in time.
@@ -196,6 +206,14 @@ func (c *hotConn) run() {
 	defer func() {
 		// A bug must not take the other sessions' metadata with it.
 		if v := recover(); v != nil {
+			switch c.holds {
+			case holdsWrite:
+				c.server.poison()
+				c.server.dir.Unlock()
+			case holdsRead:
+				c.server.dir.RUnlock()
+			case holdsNothing:
+			}
 			c.server.recovered("hot plane", v)
 		}
 	}()

@@ -42,7 +42,7 @@ type Server struct {
 	dir struct {
 		sync.RWMutex
 		*directory.Directory
-		closed bool // its memory is given back
+		closed atomic.Bool // its memory is given back, or a bug broke it
 	}
 
 	sessions sessionTable
@@ -70,9 +70,9 @@ type Server struct {
 	wg     sync.WaitGroup
 	once   sync.Once
 
-	served   bool // Start succeeded
-	fencedBy atomic.Pointer[string]
-	failed   chan error // what ends the server by itself: a fence, a broken listener
+	served    bool // Start succeeded
+	stoppedBy atomic.Pointer[error]
+	failed    chan error // what ends the server by itself: a fence, a broken listener
 }
 
 // Start runs a server until Close. It returns when every socket accepts; the
@@ -261,7 +261,7 @@ func (s *Server) close(ctx context.Context) {
 	if s.dir.Directory != nil {
 		// A scrape that outlived its server's shutdown may still look.
 		s.dir.Lock()
-		s.dir.closed = true
+		s.dir.closed.Store(true)
 		_ = s.dir.Free()
 		s.dir.Unlock()
 	}
@@ -310,23 +310,39 @@ func (s *Server) fail(err error) {
 	}
 }
 
-// fence stops serving: a newer incarnation of this server id exists (docs/PROTOCOL.md, "Owners").
+// fence stops serving: a newer incarnation of this server id exists, or an operator
+// dropped it (docs/PROTOCOL.md, "Owners").
 func (s *Server) fence(reason string) {
-	if !s.fencedBy.CompareAndSwap(nil, &reason) {
-		return
-	}
-	s.log.Error("fenced: this server has stopped serving", "reason", reason, "server_id", s.state.server.String(),
-		"cure", "stop this process; give each server its own --state-dir, and start it again where an operator dropped it")
-	for _, sess := range s.sessions.all() {
-		sess.end("the server was fenced: " + reason)
-	}
-	s.fail(fmt.Errorf("%w: %s", base.ErrFenced, reason))
+	s.stopServing(fmt.Errorf("%w: this server has stopped serving: %s", base.ErrFenced, reason),
+		"stop this process; give each server its own --state-dir, and start it again where an operator dropped it")
 }
 
-// serving refuses work of a server that was fenced.
+// poison stops serving after a panic under the directory's lock: what it left may be
+// half done, and a restart is safe (docs/PROTOCOL.md, "Server restart").
+func (s *Server) poison() {
+	s.dir.closed.Store(true)
+	// The lock is still held here, and sessions are ended without it.
+	s.start(func() {
+		s.stopServing(fmt.Errorf("%w: a bug broke the directory of this server; the log has the place", base.ErrInternal),
+			"report it; the server starts again with a new epoch")
+	})
+}
+
+func (s *Server) stopServing(err error, cure string) {
+	if !s.stoppedBy.CompareAndSwap(nil, &err) {
+		return
+	}
+	s.log.Error("this server has stopped serving", "error", err, "server_id", s.state.server.String(), "cure", cure)
+	for _, sess := range s.sessions.all() {
+		sess.end(err.Error())
+	}
+	s.fail(err)
+}
+
+// serving refuses work of a server that has stopped serving.
 func (s *Server) serving() error {
-	if reason := s.fencedBy.Load(); reason != nil {
-		return fmt.Errorf("%w: this server has stopped serving: %s", base.ErrFenced, *reason)
+	if err := s.stoppedBy.Load(); err != nil {
+		return *err
 	}
 	return nil
 }
@@ -413,12 +429,14 @@ func (s *Server) tick() {
 			return
 		case <-timer.C:
 		}
-		now := bootTime()
-		s.dir.Lock()
-		next := s.dir.Tick(now)
-		effects := s.dir.AppendEffects(nil)
-		s.dir.Unlock()
-		s.perform(effects)
-		timer.Reset(min(max(next-now, shortest), longest))
+		var wait time.Duration
+		err := s.step(func(d *directory.Directory, now time.Duration) error {
+			wait = d.Tick(now) - now
+			return nil
+		})
+		if err != nil {
+			return
+		}
+		timer.Reset(min(max(wait, shortest), longest))
 	}
 }
