@@ -189,7 +189,7 @@ func TestData(t *testing.T) {
 	}
 	checkRows(t, r, map[string]int{
 		"store 4x 8 KiB, cpu, checksums off, Python": 1, "load 4x 8 KiB, cxl, checksums on, Python": 1, "store 1x 8 KiB": 8, "load 4x 8 KiB": 8,
-		"Python overhead of a batch of 32 packed keys": 1, "Python overhead of a batch of 32 str keys": 1,
+		"probe 32 keys, Go client": 2, "Python overhead of a batch of 32 packed keys": 1, "Python overhead of a batch of 32 str keys": 1,
 	})
 }
 

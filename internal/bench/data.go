@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"time"
 
 	"github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/hot"
 )
 
 func init() { benches["data"] = runData }
@@ -38,7 +40,7 @@ func runData(ctx context.Context, o Options) (*Report, error) {
 	}
 	if o.Quick {
 		s.rounds, s.turns, s.probes = 1, 4, 100
-		s.objects[0].batches, s.objects[1].batches, s.objects[2].batches = 2, 5, 12
+		s.objects[0].batches, s.objects[1].batches, s.objects[2].batches = 3, 5, 12
 	}
 	return s.run(ctx, o)
 }
@@ -173,7 +175,6 @@ func (s dataSizes) overhead(ctx context.Context, o Options, r *Report, script *p
 		err = errors.Join(err, c.Close(ctx))
 	}()
 	times := map[string][]time.Duration{}
-	verdicts := make([]byte, s.probe)
 	for range s.turns {
 		for _, form := range []string{"packed", "str"} {
 			var t []time.Duration
@@ -182,23 +183,22 @@ func (s dataSizes) overhead(ctx context.Context, o Options, r *Report, script *p
 			}
 			times[form] = append(times[form], t...)
 		}
-		for range s.probes {
-			began := time.Now()
-			hits, err := c.Probe(ctx, client.ProbeQuery{Keys: packed.keys}, verdicts)
-			times["go"] = append(times["go"], time.Since(began))
-			if err != nil {
-				return err
-			}
-			if hits != s.probe {
-				return fmt.Errorf("%w: %d of %d probed keys hit", base.ErrInternal, hits, s.probe)
-			}
+		free, err := goProbes(ctx, c, packed.keys, s.probes)
+		if err != nil {
+			return err
 		}
+		bound, err := onOneThread(func() ([]time.Duration, error) { return goProbes(ctx, c, packed.keys, s.probes) })
+		if err != nil {
+			return err
+		}
+		times["go"], times["thread"] = append(times["go"], free...), append(times["thread"], bound...)
 	}
 	if err := script.call(map[string]any{"do": "close"}, nil); err != nil {
 		return err
 	}
 	goes, python, text := median(times["go"]), median(times["packed"]), median(times["str"])
 	r.Add(fmt.Sprintf("probe %d keys, Go client, p50", s.probe), microseconds(goes), "us", 0)
+	r.Add(fmt.Sprintf("probe %d keys, Go client bound to a thread as calls from C are, p50", s.probe), microseconds(median(times["thread"])), "us", microseconds(goes))
 	r.Add(fmt.Sprintf("probe %d packed keys, Python, p50", s.probe), microseconds(python), "us", microseconds(goes))
 	r.Add(fmt.Sprintf("Python overhead of a batch of %d packed keys", s.probe), microseconds(python-goes), "us", 0).
 		Want("< 20 us", python-goes < overheadTarget)
@@ -206,4 +206,36 @@ func (s dataSizes) overhead(ctx context.Context, o Options, r *Report, script *p
 	r.Add(fmt.Sprintf("Python overhead of a batch of %d str keys", s.probe), microseconds(text-goes), "us", 0)
 	o.Progress("data: p50 by tenths of the run: Go %s us, packed %s us, str %s us", tenths(times["go"]), tenths(times["packed"]), tenths(times["str"]))
 	return nil
+}
+
+// goProbes times probes of the Go client.
+func goProbes(ctx context.Context, c *client.Client, packed hot.Keys, count int) ([]time.Duration, error) {
+	verdicts := make([]byte, packed.Len())
+	times := make([]time.Duration, 0, count)
+	for range count {
+		began := time.Now()
+		hits, err := c.Probe(ctx, client.ProbeQuery{Keys: packed}, verdicts)
+		times = append(times, time.Since(began))
+		if err != nil {
+			return nil, err
+		}
+		if hits != packed.Len() {
+			return nil, fmt.Errorf("%w: %d of %d probed keys hit", base.ErrInternal, hits, packed.Len())
+		}
+	}
+	return times, nil
+}
+
+// onOneThread runs f as a call from C runs: its goroutine is bound to the caller's
+// thread, so that each wait for the network hands over between two threads.
+func onOneThread(f func() ([]time.Duration, error)) (times []time.Duration, err error) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		times, err = f()
+	}()
+	<-done
+	return times, err
 }
