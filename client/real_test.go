@@ -286,6 +286,54 @@ func TestRealServerRestart(t *testing.T) {
 	eventually(t, "the listed page", func() bool { return c.Stats().PagesQuarantined == 0 })
 }
 
+// TestRealExpiredSession freezes a client past its TTL, as SIGSTOP does: its replicas are
+// hidden, and are there again when it has opened again.
+func TestRealExpiredSession(t *testing.T) {
+	l := startLab(t, 64<<20)
+	l.stop()
+	l.cfg.TTL, l.cfg.Margin, l.cfg.Heartbeat = 800*time.Millisecond, 100*time.Millisecond, 50*time.Millisecond
+	l.start()
+	cfg := l.config()
+	cfg.CPUBytes, cfg.Overcommit = 4*testPage, On
+	cfg.WriteOrder = []base.Medium{base.MediumCXL, base.MediumCPU}
+	cfg.RegionBytes, cfg.CXLBytes = 2*testPage, 2*testPage
+	c, other := open(t, cfg), open(t, cfg)
+	v := value(1, 100000)
+	dst := make([]byte, len(v))
+	for i := range 4 {
+		want(t, "store", storeOne(t, c, i, v), base.CodeOK)
+	}
+	views := make([]View, 1)
+	if err := c.Retrieve(t.Context(), keysOf(0), hot.ModeEach, views); err != nil || views[0].ID == 0 {
+		t.Fatal(err)
+	}
+	before := c.Epoch()
+	c.mu.Lock()
+	eventually(t, "the expiry", func() bool { return loadOne(t, other, 0, dst) == base.CodeMiss })
+	c.mu.Unlock()
+	eventually(t, "the session", func() bool { return c.Connected() && c.Epoch() != before })
+	for i := range 4 {
+		eventually(t, "a load", func() bool { return loadOne(t, c, i, dst) == base.CodeOK })
+		if !bytes.Equal(dst, v) {
+			t.Fatal("bytes differ")
+		}
+	}
+	eventually(t, "a load elsewhere", func() bool { return loadOne(t, other, 0, dst) == base.CodeOK })
+	if !bytes.Equal(views[0].Bytes, v) {
+		t.Fatal("the view changed")
+	}
+	codes := make([]base.Code, 1)
+	if err := other.Delete(t.Context(), keysOf(0), codes); err != nil || codes[0] != base.CodePinned {
+		t.Fatalf("delete under a view that outlived its epoch: %v, %v", codes[0], err)
+	}
+	c.ReleaseViews([]uint64{views[0].ID})
+	eventually(t, "the delete", func() bool {
+		return other.Delete(t.Context(), keysOf(0), codes) == nil && (codes[0] == base.CodeOK || codes[0] == base.CodeNotFound)
+	})
+	eventually(t, "the page", func() bool { return c.Stats().PagesReady == 3 })
+	eventually(t, "a store into it", func() bool { return storeOne(t, c, 9, v) == base.CodeOK })
+}
+
 // TestRealManagerRestart takes the resource manager away for a while: what is mapped goes
 // on, new regions come when it is back, and holds are given back at the end.
 func TestRealManagerRestart(t *testing.T) {

@@ -317,8 +317,8 @@ func (w *world) reopen(restart bool) {
 		r.retired = w.retired[u]
 	}
 	for u, r := range w.replicas {
-		if _, ok := listed[u]; !ok && !w.dead[u] && u.region < base.FirstPrivateRegion && w.c.regions[u.region] != nil {
-			w.t.Fatalf("replica %+v was not listed", r)
+		if _, ok := listed[u]; !ok && !w.dead[u] && u.region < base.FirstPrivateRegion && w.owns(u.region) {
+			w.t.Fatalf("replica %+v was not listed: %+v", r, w.c.regions[u.region].pages[u.index])
 		}
 		if u.region >= base.FirstPrivateRegion {
 			delete(w.replicas, u) // given up with its region
@@ -330,6 +330,12 @@ func (w *world) reopen(restart bool) {
 	for _, ref := range w.c.Unmarked(nil) {
 		w.mark(ref)
 	}
+}
+
+// owns reports whether a region is still ours: one that goes is told to nobody.
+func (w *world) owns(id base.RegionID) bool {
+	r := w.c.regions[id]
+	return r != nil && r.own == Own && r.mode != going
 }
 
 func (w *world) check() {
@@ -350,7 +356,30 @@ func (w *world) check() {
 		w.t.Fatalf("%d leases here, %d are out", w.c.Leases(), leases)
 	}
 	for _, id := range w.c.TakeGone(nil) {
+		for _, rs := range w.leased {
+			for _, r := range rs {
+				if r.region == id {
+					w.t.Fatalf("region %d goes under a lease (D1)", id)
+				}
+			}
+		}
+		for _, ref := range w.writing {
+			if ref.Region == id {
+				w.t.Fatalf("region %d goes with a page in writing (D1)", id)
+			}
+		}
 		w.c.RemoveRegion(id)
+		for u := range w.replicas {
+			if u.region == id {
+				delete(w.replicas, u)
+				w.dead[u] = true
+			}
+		}
+		for at := range w.marks {
+			if at[0] == uint64(id) {
+				delete(w.marks, at)
+			}
+		}
 	}
 }
 
@@ -367,7 +396,7 @@ func TestModel(t *testing.T) {
 			}
 		}
 		for range rapid.IntRange(1, 200).Draw(t, "steps") {
-			switch rapid.IntRange(0, 15).Draw(t, "step") {
+			switch rapid.IntRange(0, 16).Draw(t, "step") {
 			case 0, 1, 2:
 				w.alloc()
 			case 3, 4:
@@ -399,6 +428,10 @@ func TestModel(t *testing.T) {
 					if err := w.c.FreePage(ref.Region, ref.Index); err != nil {
 						t.Fatal(err)
 					}
+				}
+			case 16:
+				if rapid.IntRange(0, 9).Draw(t, "drain") == 0 {
+					w.c.Drain(base.RegionID(1 + w.pick(2, "region")))
 				}
 			case 15:
 				w.reopen(rapid.IntRange(0, 2).Draw(t, "restart") == 0)
