@@ -349,8 +349,7 @@ func (c *Client) Close(ctx context.Context) error {
 	views, _ := c.mu.core.Views()
 	c.mu.Unlock()
 	exported := c.exported()
-	l := c.current()
-	if l != nil {
+	if l := c.current(); l != nil {
 		c.flushReleases(ctx, l)
 	}
 	// The loops end before the mappings do: nothing writes a mark any more.
@@ -365,7 +364,8 @@ func (c *Client) Close(ctx context.Context) error {
 		c.mu.core.Leave()
 		c.mu.Unlock()
 	}
-	if l != nil {
+	// The loop that opens has ended: no newer epoch comes.
+	if l := c.link.Load(); l != nil && !l.over.Load() {
 		if err = c.say(ctx, l, &maruv1.CloseRequest{Drained: !left, Left: left}); err != nil {
 			err = fmt.Errorf("telling the server: %w", err)
 			c.log.Warn("the server was not told that this session ends; it finds out when the process does", "error", err)

@@ -53,6 +53,7 @@ type link struct {
 	ctx    context.Context // ends with the epoch
 	cancel context.CancelFunc
 	once   sync.Once
+	over   atomic.Bool // close was called
 }
 
 // pool is a pool as this server epoch names it.
@@ -89,6 +90,7 @@ func poolNumbers(pools map[uint32]pool) []session.PoolNumber {
 
 func (l *link) close() {
 	l.once.Do(func() {
+		l.over.Store(true)
 		l.cancel()
 		l.hot.close()
 		if l.unix != nil {

@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"time"
 
@@ -131,7 +132,7 @@ func (c *Client) heartbeat(l *link, beat time.Duration) error {
 	lost := len(core.LostCommits(nil)) > 0
 	c.mu.Unlock()
 	if resp.GetServerEpoch() != uint64(l.serverEpoch) || resp.GetEpoch() != uint32(l.epoch) {
-		return errors.Join(base.ErrStale)
+		return fmt.Errorf("%w: the heartbeat was answered in epoch %d of server epoch %x", base.ErrStale, resp.GetEpoch(), resp.GetServerEpoch())
 	}
 	c.apply(l, resp.GetEvents())
 	if pending || lost {
