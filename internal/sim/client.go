@@ -364,6 +364,9 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 		case directory.EventFence, directory.EventPools:
 		}
 		accepted, ref := c.core.Receive(ev)
+		if accepted && e.Region != 0 {
+			c.w.note("%s is told %v of page %d of region %d, generation %v", c.process.name, e.Kind, e.Offset/pageBytes, e.Region, e.Generation)
+		}
 		if !accepted {
 			fenced = fenced || e.Kind == directory.EventFence
 			continue
@@ -423,6 +426,10 @@ func (c *clientActor) work() {
 // flushReleases tells the server of leases that have ended.
 func (c *clientActor) flushReleases(l *link, next func()) {
 	w := c.w
+	if c.core.Phase() == session.Relisting {
+		next() // a release that overtakes the list would leave its lease there for ever
+		return
+	}
 	rows := c.core.TakeReleases(nil, hot.MaxKeys)
 	server := c.core.ServerEpoch()
 	if len(rows) == 0 {
@@ -440,6 +447,7 @@ func (c *clientActor) flushReleases(l *link, next func()) {
 			return err
 		}))
 	}, func(_ struct{}, err error, _ fate) {
+		w.note("%s releases %v: %v", c.process.name, rows, err)
 		c.core.Released(rows, server, err == nil)
 		if err != nil {
 			c.failed(l, err)
@@ -471,6 +479,7 @@ func (c *clientActor) acknowledge(l *link, next func()) {
 		}))
 	}, func(_ struct{}, err error, _ fate) {
 		if err == nil {
+			w.note("%s has acknowledged %d marks and %d pages", c.process.name, len(cleared), len(reclaimed))
 			c.core.AcksTaken(reclaimed, server)
 			c.kick()
 		} else {

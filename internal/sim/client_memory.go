@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"slices"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -66,7 +67,8 @@ func (c *clientActor) dropGone(next func()) {
 		}
 		kept := c.unholds[:0]
 		for _, h := range c.unholds {
-			if c.maps[h.Region] == nil || early {
+			again := slices.ContainsFunc(kept, func(k core.Handle) bool { return k.Region == h.Region })
+			if !again && (c.maps[h.Region] == nil || early) {
 				kept = append(kept, h) // else it was mapped again since, and needs its hold
 			}
 		}
@@ -86,7 +88,8 @@ func (c *clientActor) dropGone(next func()) {
 // unhold gives the queued holds back; what has no answer stays queued.
 func (c *clientActor) unhold(next func()) {
 	w := c.w
-	list := append([]core.Handle(nil), c.unholds...)
+	list := c.unholds
+	c.unholds = nil
 	if len(list) == 0 {
 		next()
 		return
@@ -94,11 +97,11 @@ func (c *clientActor) unhold(next func()) {
 	c.holdSequence++
 	req := core.Unhold{Session: c.id, Sequence: c.holdSequence, Handles: list, Token: c.holdToken, Peer: w.manager.peer(c.process)}
 	call(w, c.process, w.manager.process, "Unhold", mayRepeat, w.manager.unhold(req), func(_ struct{}, err error, f fate) {
-		if err == nil || f == answered && !unknownOutcome(f, err) {
-			if err != nil {
-				w.note("%s: Unhold is refused: %v", c.process.name, err)
-			}
-			c.unholds = c.unholds[len(list):]
+		if err != nil {
+			w.note("%s: Unhold: %v", c.process.name, err)
+		}
+		if f == notSent || unknownOutcome(f, err) {
+			c.unholds = append(c.unholds, list...)
 		}
 		next()
 	})
@@ -384,9 +387,17 @@ func (c *clientActor) prepare(l *link, next func()) {
 			next()
 			return
 		}
+		if w.now < c.growNot {
+			c.unprepared = true // the heartbeat asks again
+			next()
+			return
+		}
 		c.growing = true
 		c.expandCXL(l, func(err error) {
 			c.growing = false
+			if err != nil {
+				c.growNot = w.now + time.Second
+			}
 			keep(err)
 			next()
 		})

@@ -220,6 +220,9 @@ func (c *clientActor) load(keys []int) {
 		if w.trouble(10) {
 			wait = w.between(0, 4*time.Second)
 		}
+		if w.trouble(w.rough / 15) {
+			w.at(nil, wait/2, func() { w.hunt(c, keys) })
+		}
 		w.at(c.process, wait, func() {
 			second := make([]tag, len(list))
 			for i := range list {
@@ -350,7 +353,7 @@ func (c *clientActor) close(lifetime time.Duration) {
 		w.note("%s closes", c.process.name)
 		w.result.Closes++
 	}
-	if c.busy > 0 || c.growing || c.working || c.mapping {
+	if c.busy > 0 || c.growing || c.working || c.mapping || c.core.Phase() == session.Relisting {
 		w.at(c.process, 20*time.Millisecond, func() { c.close(lifetime) })
 		return
 	}

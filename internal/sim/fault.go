@@ -17,7 +17,7 @@ const (
 	MarkWithoutAsking        // a writer writes marks without the page's lock and state
 	UnholdBeforeUnmap        // a mapper gives its hold back and unmaps later
 	PublishBeforeWrite       // a writer commits before the last byte
-	ForgetHolders            // a restarted server takes no region of the RM's list over
+	ForgetHolders            // a restarted server waits for no holder of the RM's list
 	AckDeleteAtOnce          // the server acknowledges a delete before the marks are cleared
 	faultCount
 )

@@ -221,6 +221,13 @@ func (a *managerActor) cycle() {
 	for _, j := range batch {
 		j.err = j.run(a.pending)
 	}
+	if len(batch) > 0 && !a.pending.IsEmpty() && w.trouble(w.rough/25) {
+		w.at(nil, w.between(0, 10*time.Millisecond), func() {
+			if p == a.process {
+				w.stopManager()
+			}
+		})
+	}
 	var slots []core.SlotWrite
 	if !a.pending.IsEmpty() {
 		slots = a.core.Seal(a.pending)
@@ -233,7 +240,15 @@ func (a *managerActor) cycle() {
 			j.done(j.err)
 		}
 	}
+	devices := func() {
+		for _, j := range batch {
+			if j.err == nil && j.device != nil {
+				j.err = j.device()
+			}
+		}
+	}
 	if w.opt.Fault == AckBeforeCommit {
+		devices()
 		answer(nil)
 		batch = nil
 	}
@@ -249,11 +264,7 @@ func (a *managerActor) cycle() {
 		}
 		a.commit(a.pending)
 		w.at(p, w.between(10*time.Microsecond, time.Millisecond), func() {
-			for _, j := range batch {
-				if j.err == nil && j.device != nil {
-					j.err = j.device()
-				}
-			}
+			devices()
 			w.at(p, w.between(10*time.Microsecond, time.Millisecond), func() {
 				for _, s := range slots {
 					a.writeSlot(s)
@@ -457,12 +468,8 @@ func (a *managerActor) watchSession(to *process, id base.SessionID, take func(ba
 }
 
 // check: E1, E2, and that nothing is given out over a live mapping.
-func (a *managerActor) check() {
-	if !a.alive() {
-		return
-	}
+func (a *managerActor) check(regions []core.RegionInfo) {
 	w := a.w
-	regions := a.regions()
 	var sum uint64
 	for i, r := range regions {
 		sum += r.Extent.Length

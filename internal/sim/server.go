@@ -43,6 +43,7 @@ type serverActor struct {
 	deletes     map[directory.DeleteID][]func()
 	flights     map[flightKey][]func()
 	acquired    map[flightKey]bool
+	meant       map[flightKey][]*stored
 	draining    map[base.RegionID]time.Duration
 	waiting     []func() // for a region that goes free
 	nextTick    time.Duration
@@ -68,6 +69,7 @@ func (s *serverActor) start() {
 	s.peers = map[base.SessionID]*clientActor{}
 	s.deletes = map[directory.DeleteID][]func(){}
 	s.flights, s.acquired = map[flightKey][]func(){}, map[flightKey]bool{}
+	s.meant = map[flightKey][]*stored{}
 	s.draining = map[base.RegionID]time.Duration{}
 	d, err := directory.New(directory.Config{
 		ServerEpoch: s.epoch, TTL: ttl, RequestLeaseTTL: 5 * time.Second, EventTimeout: 20 * time.Second, RetryInterval: time.Second,
@@ -317,7 +319,6 @@ func (s *serverActor) recover(started core.Started, l ownerList) {
 	if s.w.opt.Fault == ForgetHolders {
 		for i := range list {
 			list[i].Holders = nil
-			unmapped = append(unmapped, list[i].Writer)
 		}
 	}
 	err := s.step(func(d *directory.Directory) error {
@@ -625,7 +626,12 @@ func (s *serverActor) acquire(who directory.Caller, req *hot.AcquireRequest) (ou
 func (s *serverActor) remove(who directory.Caller, seq base.Sequence, key base.Key, answer func(base.Code, error)) {
 	w := s.w
 	var id directory.DeleteID
-	meant := w.meantBy(key)
+	op := flightKey{who.Session, seq}
+	meant, again := s.meant[op] // by the first of two deliveries
+	if !again {
+		meant = w.meantBy(key)
+		s.meant[op] = meant
+	}
 	err := s.step(func(d *directory.Directory) (err error) {
 		id, err = d.Delete(w.now, who, seq, []base.Key{key})
 		return err

@@ -1,14 +1,104 @@
 package sim
 
-import "testing"
+import (
+	"flag"
+	"fmt"
+	"testing"
+)
 
-func TestSmoke(t *testing.T) {
-	for seed := uint64(1); seed <= 20; seed++ {
-		r, err := Run(Options{Seed: seed})
+var (
+	oneSeed   = flag.Uint64("sim.seed", 0, "play this seed alone and print its events")
+	seedCount = flag.Int("sim.seeds", 0, "seeds to play; 0: 500, or 60 with -short")
+	firstSeed = flag.Uint64("sim.first", 1, "the first seed")
+)
+
+// Every seed must end with all invariants whole and every byte back.
+func TestSeeds(t *testing.T) {
+	if *oneSeed != 0 {
+		r, err := Run(Options{Seed: *oneSeed, Trace: func(line string) { fmt.Println(line) }})
 		if err != nil {
-			t.Errorf("%v", err)
-			continue
+			t.Fatal(err)
 		}
 		t.Logf("%+v", r)
+		return
+	}
+	count := 500
+	if testing.Short() {
+		count = 60
+	}
+	if *seedCount > 0 {
+		count = *seedCount
+	}
+	var sum Result
+	failures := 0
+	for i := range count {
+		r, err := Run(Options{Seed: *firstSeed + uint64(i)}) //nolint:gosec // a count
+		if err != nil {
+			if failures++; failures <= 5 {
+				t.Error(err)
+			}
+			continue
+		}
+		sum.add(r)
+	}
+	t.Logf("%d seeds, %d failures: %+v", count, failures, sum)
+	if failures == 0 && (sum.Reads == 0 || sum.Views == 0 || sum.Unknown == 0 || sum.ReadsDiscarded == 0 || sum.ManagerRestarts == 0 || sum.ServerRestarts == 0) {
+		t.Errorf("the runs do not reach what they are for: %+v", sum)
+	}
+}
+
+func (r *Result) add(o Result) {
+	r.Steps += o.Steps
+	r.Events += o.Events
+	r.Virtual += o.Virtual
+	r.Stores += o.Stores
+	r.Unknown += o.Unknown
+	r.Reads += o.Reads
+	r.ReadsDiscarded += o.ReadsDiscarded
+	r.Views += o.Views
+	r.Deletes += o.Deletes
+	r.Regions += o.Regions
+	r.ManagerRestarts += o.ManagerRestarts
+	r.ServerRestarts += o.ServerRestarts
+	r.Kills += o.Kills
+	r.Pauses += o.Pauses
+	r.Closes += o.Closes
+}
+
+// A seed replays its run, event by event.
+func TestReplay(t *testing.T) {
+	for seed := uint64(1); seed <= 5; seed++ {
+		var first []string
+		a, errA := Run(Options{Seed: seed, Trace: func(l string) { first = append(first, l) }})
+		i := 0
+		b, errB := Run(Options{Seed: seed, Trace: func(l string) {
+			if i < len(first) && first[i] != l && !t.Failed() {
+				t.Errorf("seed %d, line %d: %q, then %q", seed, i, first[i], l)
+			}
+			i++
+		}})
+		if a != b || (errA == nil) != (errB == nil) {
+			t.Errorf("seed %d: %+v, then %+v", seed, a, b)
+		}
+	}
+}
+
+// Each planted error is found. The log says how many seeds it took.
+func TestFaultsAreFound(t *testing.T) {
+	most := uint64(300)
+	for _, f := range Faults() {
+		t.Run(f.String(), func(t *testing.T) {
+			for n := uint64(1); n <= most; n++ {
+				if _, err := Run(Options{Seed: 1000 + n, Fault: f}); err != nil {
+					if _, without := Run(Options{Seed: 1000 + n}); without != nil {
+						t.Fatalf("without the fault: %v", without)
+					}
+					failure := err.(*Failure) //nolint:forcetypeassert,errorlint // Run gives no other
+					t.Logf("found after %d seeds: %s: %s", n, failure.Invariant, failure.Text)
+					return
+				}
+			}
+			t.Errorf("not found in %d seeds", most)
+		})
 	}
 }

@@ -82,7 +82,8 @@ type world struct {
 	now     time.Duration
 	order   uint64
 	queue   eventQueue
-	faulty  bool // the network and the programs have faults
+	rough   float64 // percent of the troubles of a step that happen
+	faulty  bool    // the network and the programs have faults
 	failure *Failure
 	result  Result
 	digest  uint64
