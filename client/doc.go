@@ -25,14 +25,18 @@
 //
 // # Lock order
 //
-// mapping.mu (one Describe+Hold at a time) > region.marks (the page lock of one region:
-// its marks are written and cleared under it) > Client.mu (the core). Client.mu is never
-// held over I/O and never over a copy.
+// Client.events (events in their order) and Client.growMu (one growth at a time) >
+// Client.mapMu (one Describe and Hold, or one unmapping and Unhold, at a time) >
+// mapped.marks (the page lock of one region: its marks are written and cleared under it)
+// > Client.mu (the core). mapsMu, closing, transfers.mu, manager.mu and hotPool.mu are
+// leaves. Client.mu is never held over I/O and never over a copy. OnRegion is called with
+// none of them.
 //
 // # Invariants
 //
 //	CL1. Nothing is handed out of a load unless the session was valid when its last byte
-//	     was read, or its bytes matched the root, or its Release was confirmed (R3).
+//	     was read; bytes of memory that others write, without a root over them, need the
+//	     server's confirmation of their Release besides (R3).
 //	CL2. A mapping goes only when the core says that no lease, view or page of it is in
 //	     use (D1).
 //	CL3. A mark is written under region.marks after the core confirmed generation and
