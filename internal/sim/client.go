@@ -254,6 +254,11 @@ func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 				return
 			}
 			clear = c.core.Relisted(snap, first, out, clear)
+			for i, res := range out {
+				if hot.RelistResult(res) == hot.RelistRefused {
+					w.refused(snap.Pages[first+i].Checksum)
+				}
+			}
 			if !req.Last {
 				frame(end, len(snap.Pages), snap.Leases)
 				return
@@ -262,6 +267,7 @@ func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 			done := c.core.RelistDone(snap)
 			unmarked := c.core.Unmarked(nil)
 			if done {
+				w.result.Listed += len(snap.Pages)
 				w.note("%s has listed %d pages and %d leases", c.process.name, len(snap.Pages), len(snap.Leases))
 				c.mark(unmarked, l)
 			}

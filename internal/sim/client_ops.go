@@ -21,7 +21,6 @@ func (c *clientActor) begin() (end func()) {
 
 // store writes an object in two halves and publishes it.
 func (c *clientActor) store(key int) {
-	w := c.w
 	if c.current() == nil || c.closing {
 		return
 	}
@@ -40,7 +39,6 @@ func (c *clientActor) store(key int) {
 		})
 		return
 	}
-	_ = w
 	c.write(ref, key, end)
 }
 
@@ -367,6 +365,7 @@ func (c *clientActor) close(lifetime time.Duration) {
 		w.at(c.process, lifetime, func() { w.kill(c, "exits") })
 		if len(c.views) > 0 {
 			c.left = true
+			w.result.Left++
 			c.core.Leave()
 			c.say(l, directory.CloseLeft)
 			return

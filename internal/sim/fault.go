@@ -1,6 +1,11 @@
 package sim
 
-import "fmt"
+import (
+	"fmt"
+	"strings"
+
+	"github.com/xcena-dev/maru/internal/base"
+)
 
 // Fault is an error that a run plants into one actor.
 type Fault uint8
@@ -41,4 +46,17 @@ func Faults() []Fault {
 		out = append(out, f)
 	}
 	return out
+}
+
+// FaultNames lists the names of all faults.
+func FaultNames() string { return strings.Join(faultNames[:], ", ") }
+
+// ParseFault reads a name. Errors: base.ErrInvalid.
+func ParseFault(name string) (Fault, error) {
+	for i, n := range faultNames {
+		if n == name {
+			return Fault(i), nil //nolint:gosec // a few
+		}
+	}
+	return NoFault, fmt.Errorf("%w: fault %q is unknown, allowed: %s", base.ErrInvalid, name, FaultNames())
 }

@@ -92,7 +92,7 @@ type stored struct {
 	server  base.ServerEpoch
 	retired bool // the writer was told so
 	deleted bool // and its delete was acknowledged
-	blind   bool // by a server that did not know of it
+	blind   bool // a delete cannot know of its mark
 }
 
 // truth is every commit of the run.

@@ -92,6 +92,15 @@ func (w *world) found(key base.Key, serial uint64) {
 	}
 }
 
+// refused: a server that was no owner yet did not know the region of a listed page. It is
+// uncertain from then on, and a delete of its key does not find it.
+func (w *world) refused(serial uint64) {
+	if s := w.truth.bySerial[serial]; s != nil {
+		s.blind = true
+	}
+}
+
+// probed takes a hit of a probe.
 func (w *world) probed(key int) {
 	for _, s := range w.truth.list {
 		if s.tag.key == key && !s.deleted && !s.retired {
@@ -357,6 +366,10 @@ func (w *world) stopServer() {
 	w.end(dead)
 	w.manager.watchedEnd(w.manager.processID(dead.pid))
 	for _, c := range w.clients {
+		if c.alive() && len(c.views) > 0 && w.trouble(w.rough/2) {
+			// It lists its views last of all.
+			w.pause(c.process, w.between(3*time.Second, 8*time.Second))
+		}
 		if l := c.link; c.alive() && l != nil && l.process == dead {
 			w.at(c.process, w.between(time.Millisecond, 500*time.Millisecond), func() {
 				if !l.over {

@@ -577,6 +577,7 @@ func (s *serverActor) makeRoom(done func(again bool)) {
 			return
 		}
 		w.note("%s: a kept region goes back to make room", s.process.name)
+		w.result.Kept++
 	}
 	told := false
 	tell := func(again bool) {

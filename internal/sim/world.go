@@ -42,6 +42,31 @@ type Result struct {
 	Kills           int           `json:"kills"`
 	Pauses          int           `json:"pauses"`
 	Closes          int           `json:"closes"`
+	Left            int           `json:"left_with_views"`
+	Listed          int           `json:"listed_pages"`
+	Kept            int           `json:"kept_regions_given_back"`
+}
+
+// Add sums the counts of another run; seed and digest stay.
+func (r *Result) Add(o Result) {
+	r.Steps += o.Steps
+	r.Events += o.Events
+	r.Virtual += o.Virtual
+	r.Stores += o.Stores
+	r.Unknown += o.Unknown
+	r.Reads += o.Reads
+	r.ReadsDiscarded += o.ReadsDiscarded
+	r.Views += o.Views
+	r.Deletes += o.Deletes
+	r.Regions += o.Regions
+	r.ManagerRestarts += o.ManagerRestarts
+	r.ServerRestarts += o.ServerRestarts
+	r.Kills += o.Kills
+	r.Pauses += o.Pauses
+	r.Closes += o.Closes
+	r.Left += o.Left
+	r.Listed += o.Listed
+	r.Kept += o.Kept
 }
 
 // Failure is a broken invariant.
