@@ -157,7 +157,8 @@ func (s metaSizes) transport(ctx context.Context, o Options, r *Report, session 
 		w.time(func() error {
 			op := session.next()
 			leased = op.Sequence
-			return conn.acquire(op, sizes, batches[turn%len(batches)])
+			// Half a round away from what the last probe has brought into the caches.
+			return conn.acquire(op, sizes, batches[(turn+len(batches)/2)%len(batches)])
 		}),
 		w.time(func() error { return conn.release(hot.Operation{}, leased) }),
 		w.time(func() error { return echo.call(probeEcho) }),
