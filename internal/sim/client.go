@@ -18,6 +18,8 @@ const (
 	engineID       = "engine"
 	privateBytes   = 3 * pageBytes
 	cpuBudgetBytes = 4 * privateBytes
+
+	mostOpens = 8 // of one client once the faults have stopped
 )
 
 // clientActor is package client without threads and memory: the session core, one link
@@ -35,6 +37,8 @@ type clientActor struct {
 	opening bool
 	backoff time.Duration
 	beats   uint64
+
+	openCount int // since the faults stopped
 
 	holdSequence uint64
 	holdToken    []byte
@@ -199,12 +203,15 @@ func (c *clientActor) install(o *opened, process *process, sent time.Duration) {
 	}
 	c.link = l
 	c.w.note("%s opens epoch %d at server epoch %x, relist %v", c.process.name, o.Epoch, uint64(o.server), o.Relist)
+	if c.openCount++; !c.w.faulty && c.openCount > mostOpens {
+		c.w.fail("L1", "%s has opened %d times since the faults stopped", c.process.name, c.openCount)
+	}
 	snap := c.core.Opened(session.Opening{
 		Epoch: o.Epoch, ServerEpoch: o.server, Sent: sent, TTL: ttl, Margin: margin, Relist: o.Relist, Pools: numbers(o.Pools),
 	})
 	c.unprepared = true
 	c.run()
-	if snap != nil && c.role == base.RoleScheduler {
+	if snap != nil && c.role == base.RoleScheduler && c.w.opt.Fault != SchedulerLists {
 		c.core.RelistDone(snap) // it holds nothing, and the server refuses its list
 	} else if snap != nil {
 		// The core's book of leases is a map: its order must not be the run's.
@@ -228,6 +235,10 @@ func numbers(pools []directory.PoolGrant) []session.PoolNumber {
 func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 	w := c.w
 	half := len(snap.Pages) / 2
+	if len(c.views) > 0 && w.trouble(w.rough) {
+		v := c.views[w.rng.IntN(len(c.views))]
+		w.at(c.process, w.between(0, 5*time.Millisecond), func() { c.unlook(v) })
+	}
 	var clear []session.PageRef
 	var frame func(first, end int, leases []hot.RelistLease)
 	frame = func(first, end int, leases []hot.RelistLease) {
@@ -385,6 +396,7 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 			fenced = true
 		case directory.EventPools:
 			c.unprepared, l.proved = true, false
+			l.incarnation = max(l.incarnation, c.w.server.incarnation)
 		case directory.EventRetire, directory.EventReclaim, directory.EventDrain:
 		}
 	}
@@ -432,7 +444,7 @@ func (c *clientActor) work() {
 // flushReleases tells the server of leases that have ended.
 func (c *clientActor) flushReleases(l *link, next func()) {
 	w := c.w
-	if c.core.Phase() == session.Relisting {
+	if c.core.Phase() == session.Relisting && w.opt.Fault != ReleaseWhileListing {
 		next() // a release that overtakes the list would leave its lease there for ever
 		return
 	}

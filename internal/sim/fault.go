@@ -12,24 +12,27 @@ type Fault uint8
 
 // Faults. Each breaks one rule of docs/PROTOCOL.md.
 const (
-	NoFault            Fault = iota
-	FreeIgnoresHolds         // the RM frees a region that somebody holds
-	AckBeforeCommit          // the RM answers before the store has it
-	TimeoutIsAbort           // a client takes a Commit without answer for aborted
-	ReuseAtRetire            // a writer takes a page back when it is retired, not when it is reclaimed
-	ExpiryIsProof            // the server takes an expired session for gone
-	ReadIgnoresExpiry        // a reader counts what it read after its session ended
-	MarkWithoutAsking        // a writer writes marks without the page's lock and state
-	UnholdBeforeUnmap        // a mapper gives its hold back and unmaps later
-	PublishBeforeWrite       // a writer commits before the last byte
-	ForgetHolders            // a restarted server waits for no holder of the RM's list
-	AckDeleteAtOnce          // the server acknowledges a delete before the marks are cleared
+	NoFault             Fault = iota
+	FreeIgnoresHolds          // the RM frees a region that somebody holds
+	AckBeforeCommit           // the RM answers before the store has it
+	TimeoutIsAbort            // a client takes a Commit without answer for aborted
+	ReuseAtRetire             // a writer takes a page back when it is retired, not when it is reclaimed
+	ExpiryIsProof             // the server takes an expired session for gone
+	ReadIgnoresExpiry         // a reader counts what it read after its session ended
+	MarkWithoutAsking         // a writer writes marks without the page's lock and state
+	UnholdBeforeUnmap         // a mapper gives its hold back and unmaps later
+	PublishBeforeWrite        // a writer commits before the last byte
+	ForgetHolders             // a restarted server waits for no holder of the RM's list
+	AckDeleteAtOnce           // the server acknowledges a delete before the marks are cleared
+	ReleaseWhileListing       // a client's releases overtake its list after a restart
+	SchedulerLists            // a scheduler sends its empty list after a restart, which the server refuses
 	faultCount
 )
 
 var faultNames = [...]string{
 	"none", "free-ignores-holds", "ack-before-commit", "timeout-is-abort", "reuse-at-retire", "expiry-is-proof",
 	"read-ignores-expiry", "mark-without-asking", "unhold-before-unmap", "publish-before-write", "forget-holders", "ack-delete-at-once",
+	"release-while-listing", "scheduler-lists",
 }
 
 func (f Fault) String() string {

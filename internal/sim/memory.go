@@ -11,7 +11,7 @@ import (
 const (
 	pageBytes   = 512 << 10
 	pieceBytes  = 64 << 10
-	poolExtents = 14 // units of 2 MiB
+	poolExtents = 8 // units of 2 MiB
 	deviceBytes = poolfmt.DataOffset + poolExtents*poolfmt.Alignment
 )
 

@@ -93,10 +93,12 @@ func (w *world) found(key base.Key, serial uint64) {
 }
 
 // refused: a server that was no owner yet did not know the region of a listed page. It is
-// uncertain from then on, and a delete of its key does not find it.
+// uncertain from then on, a delete of its key does not find it, and the writer drains the
+// region and unmaps it with the marks that are in it.
 func (w *world) refused(serial uint64) {
 	if s := w.truth.bySerial[serial]; s != nil {
 		s.blind = true
+		w.blind[s.region] = true
 	}
 }
 
@@ -155,7 +157,7 @@ func (w *world) checkMarks(regions []core.RegionInfo) {
 				continue
 			}
 			for _, s := range w.truth.list {
-				if s.order == order && s.region == r.ID && s.deleted && !s.blind && w.listed(s) {
+				if s.order == order && s.region == r.ID && s.deleted && !s.blind && !w.blind[r.ID] && w.listed(s) {
 					w.fail("R7", "%v was deleted with acknowledgement and its mark is in region %d, page %d", s.tag, r.ID, p)
 				}
 			}
@@ -388,6 +390,9 @@ func (w *world) finish() {
 	}
 	w.note("faults stop")
 	w.faulty = false
+	for _, c := range w.clients {
+		c.openCount = 0
+	}
 	for _, p := range w.processes {
 		w.resume(p)
 	}
