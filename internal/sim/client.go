@@ -256,6 +256,9 @@ func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 				out, err = d.Relist(w.now, l.who, &req, nil)
 				return err
 			})
+			if err == nil {
+				w.server.listedPages(snap.Pages[first:end], leases)
+			}
 			answer(out, err)
 		}, func(out []byte, err error, _ fate) {
 			if err != nil {

@@ -44,9 +44,43 @@ type serverActor struct {
 	flights     map[flightKey][]func()
 	acquired    map[flightKey]bool
 	meant       map[flightKey][]*stored
+	named       map[listedPage]listedBy
 	draining    map[base.RegionID]time.Duration
 	waiting     []func() // for a region that goes free
 	nextTick    time.Duration
+}
+
+// listedPage is a page of a list after a restart, listedBy who named it first.
+type listedPage struct {
+	region base.RegionID
+	offset uint64
+}
+
+type listedBy uint8
+
+const (
+	byWriter listedBy = iota + 1
+	byReader
+)
+
+// listedPages follows who named which page first: the directory keeps no key of a page
+// that a reader's lease named before its writer did, so that a delete does not find it.
+func (s *serverActor) listedPages(pages []hot.RelistPage, leases []hot.RelistLease) {
+	for i := range pages {
+		p := listedPage{pages[i].Region, pages[i].Offset}
+		if s.named[p] == 0 {
+			s.named[p] = byWriter
+		}
+		if t := s.w.truth.bySerial[pages[i].Checksum]; t != nil && s.named[p] == byReader {
+			t.blind = true
+		}
+	}
+	for i := range leases {
+		p := listedPage{leases[i].Region, leases[i].Offset}
+		if s.named[p] == 0 {
+			s.named[p] = byReader
+		}
+	}
 }
 
 type flightKey struct {
@@ -69,7 +103,7 @@ func (s *serverActor) start() {
 	s.peers = map[base.SessionID]*clientActor{}
 	s.deletes = map[directory.DeleteID][]func(){}
 	s.flights, s.acquired = map[flightKey][]func(){}, map[flightKey]bool{}
-	s.meant = map[flightKey][]*stored{}
+	s.meant, s.named = map[flightKey][]*stored{}, map[listedPage]listedBy{}
 	s.draining = map[base.RegionID]time.Duration{}
 	d, err := directory.New(directory.Config{
 		ServerEpoch: s.epoch, TTL: ttl, RequestLeaseTTL: 5 * time.Second, EventTimeout: 20 * time.Second, RetryInterval: time.Second,
