@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from maru.keys import Chain, pack_tokens
-
 from maru_vllm.messages import BlockLoad, BlockStore, StepOrders
 
 __all__ = ["Lookup", "LookupResult", "SchedulerRole", "bypass_reason"]

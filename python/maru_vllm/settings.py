@@ -34,7 +34,7 @@ class SettingsError(ValueError):
 def parse_size(value: Any) -> int:
     """Bytes of ``4096``, ``"4G"``, ``"512M"`` or ``"1.5GiB"``. ValueError says what is allowed."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{value!r} is no size, allowed: a count of bytes or text such as '4G'")  # noqa: TRY004  (settings report ValueError whatever is wrong)
+        raise ValueError(f"{value!r} is no size, allowed: a count of bytes or text such as '4G'")
     if isinstance(value, str):
         m = _SIZE.match(value)
         if m is None:

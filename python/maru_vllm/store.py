@@ -19,7 +19,6 @@ from typing import Any
 from maru.api import Blocks, Client, ClientConfig, Code, Layer, Mode
 from maru.errors import MaruError
 from maru.keys import Chain, Namespace, piece_bytes, root
-
 from maru_vllm.geometry import LayerRuns
 from maru_vllm.settings import Settings
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import pytest
+
 from maru.keys import Chain, Namespace, pack_tokens, root
 from maru_vllm.geometry import (
     GeometryError,
