@@ -115,7 +115,7 @@ func TestRM(t *testing.T) {
 	}
 	checkRows(t, r, map[string]int{
 		"allocations, 3 concurrent callers, up to 6 regions, pool in memory": 1, "allocations, 3 concurrent callers, up to 10 regions": 1,
-		"allocate with 6 regions": 2, "free with 6 regions": 1, "start with 10 regions, to the first answer": 1,
+		"allocate with 6 regions": 2, "free with 6 regions": 1, "writes and syncs of one commit": 1, "start with 10 regions, to the first answer": 1,
 	})
 	s.many = s.regions
 	if r, err = s.run(testContext(t), logged(t)); err != nil {

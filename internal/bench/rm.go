@@ -245,6 +245,11 @@ func (s rmSizes) oneByOne(ctx context.Context, o Options, r *Report, m *manager,
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	page := make([]byte, fsyncBytes)
+	bare, err := newBareCommit(filepath.Join(dir, "bare"))
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, bare.file.Close()) }()
 	var handle *maruv1.RegionHandle
 	var w stopwatch
 	calls := []func() time.Duration{
@@ -255,6 +260,7 @@ func (s rmSizes) oneByOne(ctx context.Context, o Options, r *Report, m *manager,
 			return f.Sync()
 		}),
 		w.time(func() (err error) { handle, err = m.allocate(ctx); return err }),
+		w.time(bare.commit),
 		w.time(func() error { return m.free(ctx, handle) }),
 	}
 	interleave(s.rounds/10+1, calls...) // warm
@@ -266,9 +272,51 @@ func (s rmSizes) oneByOne(ctx context.Context, o Options, r *Report, m *manager,
 	r.Add(fmt.Sprintf("allocate with %d regions, p50", s.regions), microseconds(allocate), "us", microseconds(fsync)).
 		Want("<= 3x of one fsync", allocate <= fsyncFactor*fsync)
 	r.Add(fmt.Sprintf("allocate with %d regions, p99", s.regions), microseconds(quantile(times[1], 0.99)), "us", microseconds(quantile(times[0], 0.99)))
-	r.Add(fmt.Sprintf("free with %d regions, p50", s.regions), microseconds(median(times[2])), "us", microseconds(fsync))
+	r.Add("writes and syncs of one commit of the store, bare, p50", microseconds(median(times[2])), "us", microseconds(fsync))
+	r.Add(fmt.Sprintf("free with %d regions, p50", s.regions), microseconds(median(times[3])), "us", microseconds(fsync))
 	o.Progress("rm: p50 by tenths of the run: fsync %s us, allocate %s us", tenths(times[0]), tenths(times[1]))
 	return nil
+}
+
+// bareCommit does to a file what a commit of the store does, and nothing else: some
+// pages and a sync, then the page that makes them count and a sync. What an allocation
+// takes above it is the resource manager's own.
+type bareCommit struct {
+	file *os.File
+	page []byte
+	turn int64
+}
+
+// commitPages is how many pages a small commit of the store writes before its first sync.
+const commitPages = 3
+
+func newBareCommit(path string) (*bareCommit, error) {
+	f, err := os.Create(path) //nolint:gosec // our own directory
+	if err != nil {
+		return nil, err
+	}
+	if _, err := f.Write(make([]byte, 64*fsyncBytes)); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &bareCommit{file: f, page: make([]byte, fsyncBytes)}, f.Sync()
+}
+
+func (b *bareCommit) commit() error {
+	b.turn ^= 1
+	first := 2 + commitPages*b.turn
+	for i := range int64(commitPages) {
+		if _, err := b.file.WriteAt(b.page, (first+i)*fsyncBytes); err != nil {
+			return err
+		}
+	}
+	fd := int(b.file.Fd())
+	if err := unix.Fdatasync(fd); err != nil {
+		return err
+	}
+	if _, err := b.file.WriteAt(b.page, b.turn*fsyncBytes); err != nil {
+		return err
+	}
+	return unix.Fdatasync(fd)
 }
 
 // restart times from Start to the first answer.
