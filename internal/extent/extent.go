@@ -50,7 +50,7 @@ func New(start, end, alignment uint64) (*Allocator, error) {
 	return a, nil
 }
 
-// TotalBytes, FreeBytes and AllocatedBytes are the sums of E2.
+// TotalBytes is the pool: free and allocated together (E2).
 func (a *Allocator) TotalBytes() uint64 { return a.end - a.start }
 
 // FreeBytes is what is not allocated, in one piece or many.

@@ -216,7 +216,7 @@ func ParsePool(s string) (PoolSpec, error) {
 func (p PoolSpec) validate() error {
 	switch {
 	case !filepath.IsAbs(p.Path) || filepath.Clean(p.Path) != p.Path:
-		return fmt.Errorf("%w: pool path %q, allowed: an absolute path without . and ..", base.ErrInvalid, p.Path)
+		return fmt.Errorf("%w: pool path %q, allowed: an absolute path without . and parent steps", base.ErrInvalid, p.Path)
 	case len(p.Name) > 64 || strings.ContainsAny(p.Name, ", \n\t\"="):
 		return fmt.Errorf("%w: pool name %q, allowed: up to 64 characters without blanks, commas and quotes", base.ErrInvalid, p.Name)
 	case p.Kind != dax.KindDevdax && p.Kind != dax.KindFsdax && p.Kind != dax.KindFile:

@@ -259,7 +259,7 @@ func (c *Core) DirtyRegions(p ProcessID) []Region {
 	return out
 }
 
-// SessionCount, HoldCount and RegionCount are for metrics.
+// SessionCount counts the sessions that are known.
 func (c *Core) SessionCount() int { return len(c.sessions) }
 
 // HoldCount counts rows of (session, region), unheld ones included.
