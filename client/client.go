@@ -350,6 +350,7 @@ func (c *Client) Close(ctx context.Context) error {
 	c.mu.Unlock()
 	exported := c.exported()
 	if l := c.current(); l != nil {
+		c.awaitListed(ctx, l)
 		c.flushReleases(ctx, l)
 	}
 	// The loops end before the mappings do: nothing writes a mark any more.
@@ -378,6 +379,30 @@ func (c *Client) Close(ctx context.Context) error {
 		err = errors.Join(err, c.cpu.Close())
 	}
 	return err
+}
+
+// awaitListed waits until a restarted server has the session's list: before that nothing
+// is released, and the server refuses both kinds of close.
+func (c *Client) awaitListed(ctx context.Context, l *link) {
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
+	defer cancel()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for {
+		c.mu.Lock()
+		listing := c.mu.core.Phase() == session.Relisting
+		c.mu.Unlock()
+		if !listing {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-l.ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
 }
 
 // exported counts RegionViews that are out.

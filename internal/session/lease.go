@@ -192,8 +192,13 @@ func (c *Core) ReleaseBatch(b *Batch) {
 	}
 }
 
-// TakeReleases moves up to most queued releases to dst.
+// TakeReleases moves up to most queued releases to dst. There are none while the
+// snapshot is on its way: a release that overtakes it would find no lease, which the list
+// then records, and nobody would ever end. RelistDone is when to ask again.
 func (c *Core) TakeReleases(dst []Release, most int) []Release {
+	if c.phase == Relisting {
+		return dst
+	}
 	n := min(most, len(c.releases))
 	dst = append(dst, c.releases[:n]...)
 	c.releases = c.releases[:copy(c.releases, c.releases[n:])]

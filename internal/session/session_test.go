@@ -395,6 +395,32 @@ func TestLeaseLimit(t *testing.T) {
 	}
 }
 
+// The list after a restart names the leases of its instant: a release that overtakes it
+// would leave one there for ever.
+func TestReleaseWaitsForTheList(t *testing.T) {
+	c := newCore(t)
+	add(t, c, shared(1, 4))
+	var b Batch
+	if err := c.BeginAcquire(&b, base.LeaseView, 1); err != nil {
+		t.Fatal(err)
+	}
+	c.EndAcquire(&b, hot.AppendAcquireRow(nil, &hot.AcquireRow{Verdict: hot.MakeHit(base.MediumCXL), Pool: 100, Region: 1, Generation: 1}))
+	snap := open(c, 2, 101)
+	if len(snap.Leases) != 1 {
+		t.Fatal(snap.Leases)
+	}
+	c.ReleaseBatch(&b)
+	if rel := c.TakeReleases(nil, 10); len(rel) != 0 || c.Pending() != 1 {
+		t.Fatalf("released before the list is there: %+v", rel)
+	}
+	if !c.RelistDone(snap) {
+		t.Fatal("the list is not done")
+	}
+	if rel := c.TakeReleases(nil, 10); len(rel) != 1 || rel[0].Acquire != b.Sequence {
+		t.Fatal(rel)
+	}
+}
+
 func TestCounterIsRefusedAtItsEnd(t *testing.T) {
 	c := newCore(t)
 	add(t, c, shared(1, 2))
