@@ -18,6 +18,7 @@ import (
 	"github.com/xcena-dev/maru/internal/rm"
 	"github.com/xcena-dev/maru/internal/rpc"
 	"github.com/xcena-dev/maru/internal/server"
+	"github.com/xcena-dev/maru/internal/session"
 )
 
 // lab is a resource manager with one file pool, and a server on it, in this process.
@@ -284,6 +285,32 @@ func TestRealServerRestart(t *testing.T) {
 	}
 	// What was listed comes back when the rule "Server restart" is met (L1).
 	eventually(t, "the listed page", func() bool { return c.Stats().PagesQuarantined == 0 })
+}
+
+// TestRealSchedulerRestart: a scheduler holds nothing, and its session comes back all the
+// same, once.
+func TestRealSchedulerRestart(t *testing.T) {
+	l := startLab(t, 64<<20)
+	s := open(t, Config{
+		ServerAddress: l.config().ServerAddress, Namespace: engineNamespace, EngineID: "e", Role: base.RoleScheduler, Logger: quiet,
+	})
+	control, hotAddress := l.srv.ControlAddress(), l.srv.HotAddress()
+	l.stop()
+	l.cfg.Port, l.cfg.HotPort = portOf(t, control), portOf(t, hotAddress)
+	l.start()
+	eventually(t, "the session", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.mu.core.Phase() == session.Live && s.mu.core.ServerEpoch() == l.srv.Epoch()
+	})
+	epoch := s.Epoch()
+	time.Sleep(100 * time.Millisecond)
+	if !s.Connected() || s.Epoch() != epoch {
+		t.Fatalf("the session was opened again: epoch %d, then %d", epoch, s.Epoch())
+	}
+	if err := s.EndRequests(t.Context(), []uint64{1}); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // TestRealExpiredSession freezes a client past its TTL, as SIGSTOP does: its replicas are

@@ -270,7 +270,8 @@ func (d *Directory) releaseQuarantine(now time.Duration, g *region, ref replicaR
 // Relist takes a frame of a session's list after a restart and appends a
 // hot.RelistResult a page to dst. It is idempotent; the frame with Last ends the list,
 // and only then the session's commits are taken. Pages of regions that are not the
-// session's, and of private cpu pools (the writer knows its own), are refused.
+// session's, and of private cpu pools (the writer knows its own), are refused. A
+// scheduler, which holds nothing, sends an empty list.
 // Errors, with nothing taken: base.ErrStale; base.ErrLimit when the leases would pass
 // the session's limit or the table is full; base.ErrInvalid.
 func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest, dst []byte) ([]byte, error) {
@@ -279,7 +280,7 @@ func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest
 		return dst, err
 	}
 	d.raiseWatermark(s, req.Watermark)
-	if s.role != base.RoleWorker {
+	if s.role != base.RoleWorker && req.Pages.Len()+req.Leases.Len() > 0 {
 		return dst, fmt.Errorf("%w: relist: a scheduler holds nothing", base.ErrDenied)
 	}
 	open := s.relist == relistWaiting

@@ -313,3 +313,26 @@ func TestRecoverRefusals(t *testing.T) {
 		})
 	}
 }
+
+// A scheduler that was here before the restart is asked for a list as everybody is: its
+// list is empty.
+func TestSchedulerListsNothing(t *testing.T) {
+	r := newRig(t, nil)
+	req := openReq(1)
+	req.Role, req.Views, req.ValueBytes, req.PieceBytes = base.RoleScheduler, false, 0, 0
+	req.PreviousServerEpoch, req.PreviousEpoch, req.PreviousSecret = 99, 1, Secret{1, 1}
+	res, err := r.d.Open(r.now, req)
+	if err != nil || !res.Relist {
+		t.Fatal(res, err)
+	}
+	who := Caller{Session: req.Session, Epoch: res.Epoch}
+	lease := hot.RelistLease{Pool: 1, Region: 50, Kind: base.LeaseCopy, Acquire: 1}
+	_, err = r.d.Relist(r.now, who, &hot.RelistRequest{Leases: hot.AppendRelistLease(nil, &lease), Last: true}, nil)
+	wantErr(t, err, base.ErrDenied)
+	r.relist(who, lister{last: true})
+	req.Secret, req.PreviousSecret = Secret{1, 3}, req.Secret
+	req.PreviousServerEpoch, req.PreviousEpoch = r.d.cfg.ServerEpoch, res.Epoch
+	if res, err = r.d.Open(r.now, req); err != nil || res.Relist {
+		t.Fatal("asked again", res, err)
+	}
+}

@@ -59,6 +59,7 @@ type clientActor struct {
 	working, kicked bool
 	busy            int // stores, loads and deletes under way
 	views           []*view
+	early           []session.Release // that overtook the list, by the fault
 	closing, closed bool
 	left            bool
 }
@@ -81,6 +82,9 @@ type view struct {
 	cell *cell
 	want tag
 	row  hot.AcquireRow
+
+	acquire base.Sequence
+	index   uint32
 }
 
 func (w *world) newClient(rank int, role base.Role) *clientActor {
@@ -211,9 +215,7 @@ func (c *clientActor) install(o *opened, process *process, sent time.Duration) {
 	})
 	c.unprepared = true
 	c.run()
-	if snap != nil && c.role == base.RoleScheduler && c.w.opt.Fault != SchedulerLists {
-		c.core.RelistDone(snap) // it holds nothing, and the server refuses its list
-	} else if snap != nil {
+	if snap != nil {
 		// The core's book of leases is a map: its order must not be the run's.
 		slices.SortFunc(snap.Leases, func(a, b hot.RelistLease) int {
 			return cmp.Or(cmp.Compare(a.Acquire, b.Acquire), cmp.Compare(a.Index, b.Index))
@@ -253,6 +255,9 @@ func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 		call(w, c.process, l.process, "Relist", mayRepeat, func(answer func([]byte, error)) {
 			var out []byte
 			err := w.server.step(func(d *directory.Directory) (err error) {
+				if c.role == base.RoleScheduler && w.opt.Fault == SchedulerDenied {
+					return base.ErrDenied
+				}
 				out, err = d.Relist(w.now, l.who, &req, nil)
 				return err
 			})
@@ -447,11 +452,7 @@ func (c *clientActor) work() {
 // flushReleases tells the server of leases that have ended.
 func (c *clientActor) flushReleases(l *link, next func()) {
 	w := c.w
-	if c.core.Phase() == session.Relisting && w.opt.Fault != ReleaseWhileListing {
-		next() // a release that overtakes the list would leave its lease there for ever
-		return
-	}
-	rows := c.core.TakeReleases(nil, hot.MaxKeys)
+	rows := slices.DeleteFunc(c.core.TakeReleases(nil, hot.MaxKeys), func(r session.Release) bool { return slices.Contains(c.early, r) })
 	server := c.core.ServerEpoch()
 	if len(rows) == 0 {
 		next()
@@ -477,6 +478,20 @@ func (c *clientActor) flushReleases(l *link, next func()) {
 		}
 		c.flushReleases(l, next)
 	})
+}
+
+// releaseEarly is a client that does not wait for its list: the release overtakes it.
+func (c *clientActor) releaseEarly(l *link, v *view) {
+	w := c.w
+	c.early = append(c.early, session.Release{Acquire: v.acquire, First: v.index, Count: 1})
+	req := &hot.ReleaseRequest{Rows: hot.AppendReleaseRow(nil, hot.ReleaseRow{Acquire: v.acquire, First: v.index, Count: 1})}
+	req.Watermark = c.core.Watermark()
+	call(w, c.process, l.process, "Release", mayRepeat, func(answer func(struct{}, error)) {
+		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
+			_, err := d.Release(w.now, l.who, req, nil)
+			return err
+		}))
+	}, func(struct{}, error, fate) {})
 }
 
 // acknowledge tells which marks are cleared and which pages were reclaimed.

@@ -263,7 +263,7 @@ func (c *clientActor) look(keys []int) {
 				c.core.ReleaseRow(b, i)
 				continue
 			}
-			v := &view{id: c.core.AddView(b, i), cell: page, want: tag{keys[i], rows[i].Checksum}, row: rows[i]}
+			v := &view{id: c.core.AddView(b, i), cell: page, want: tag{keys[i], rows[i].Checksum}, row: rows[i], acquire: b.Sequence, index: uint32(i)} //nolint:gosec // a row
 			w.note("%s exports %v at %v", c.process.name, v.want, v.row.Location())
 			c.views = append(c.views, v)
 			w.result.Views++
@@ -278,6 +278,9 @@ func (c *clientActor) unlook(v *view) {
 		if have == v {
 			c.views = append(c.views[:i], c.views[i+1:]...)
 			if !c.left {
+				if c.w.opt.Fault == ReleaseWhileListing && c.core.Phase() == session.Relisting && c.current() != nil {
+					c.releaseEarly(c.current(), v)
+				}
 				c.core.ReleaseView(v.id)
 				c.kick()
 			}

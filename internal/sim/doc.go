@@ -41,8 +41,7 @@
 // replicas are marked blind and their marks are not looked at: those of an older server
 // epoch that nobody lists; deletes at a server that is no owner yet; pages that such a
 // server refused in a list, and their regions; pages that a reader's lease named before
-// their writer listed them. Where the actors do what the shells do not do yet, a Fault
-// takes it away: ReleaseWhileListing, SchedulerLists.
+// their writer listed them.
 //
 // A Fault plants an error into an actor, to show that the checks find it.
 //

@@ -25,14 +25,14 @@ const (
 	ForgetHolders             // a restarted server waits for no holder of the RM's list
 	AckDeleteAtOnce           // the server acknowledges a delete before the marks are cleared
 	ReleaseWhileListing       // a client's releases overtake its list after a restart
-	SchedulerLists            // a scheduler sends its empty list after a restart, which the server refuses
+	SchedulerDenied           // the server refuses the empty list of a scheduler after a restart
 	faultCount
 )
 
 var faultNames = [...]string{
 	"none", "free-ignores-holds", "ack-before-commit", "timeout-is-abort", "reuse-at-retire", "expiry-is-proof",
 	"read-ignores-expiry", "mark-without-asking", "unhold-before-unmap", "publish-before-write", "forget-holders", "ack-delete-at-once",
-	"release-while-listing", "scheduler-lists",
+	"release-while-listing", "scheduler-denied",
 }
 
 func (f Fault) String() string {

@@ -47,7 +47,6 @@ type serverActor struct {
 	named       map[listedPage]listedBy
 	draining    map[base.RegionID]time.Duration
 	waiting     []func() // for a region that goes free
-	nextTick    time.Duration
 }
 
 // listedPage is a page of a list after a restart, listedBy who named it first.
