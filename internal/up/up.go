@@ -76,9 +76,7 @@ func Start(ctx context.Context, opt Options) (_ *Up, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if opt.CXLBytes%poolfmt.Alignment != 0 {
-		opt.CXLBytes += poolfmt.Alignment - opt.CXLBytes%poolfmt.Alignment
-	}
+	opt.CXLBytes = poolBytes(opt.CXLBytes)
 	u := &Up{opt: opt}
 	defer func() {
 		if err != nil {
@@ -99,6 +97,17 @@ func Start(ctx context.Context, opt Options) (_ *Up, err error) {
 		return nil, err
 	}
 	return u, u.waitReady(ctx)
+}
+
+// poolBytes is the size of a pool that has room for one region of usable bytes:
+// sizes that users give are usable bytes, and records (64 bytes a page of at least
+// 4096) and the region line come on top.
+func poolBytes(usable uint64) uint64 {
+	if usable == 0 {
+		return 0
+	}
+	whole := usable + usable/64 + poolfmt.Alignment
+	return whole / poolfmt.Alignment * poolfmt.Alignment
 }
 
 func splitListen(listen string) (string, int, error) {

@@ -45,13 +45,14 @@ func TestUpServesAndLeavesNothingBehind(t *testing.T) {
 	for _, name := range []string{"a", "b"} {
 		dir := filepath.Join(parent, name)
 		dirs = append(dirs, dir)
-		u := start(t, Options{Dir: dir, CXLBytes: 16 << 20})
+		const usable = 16 << 20
+		u := start(t, Options{Dir: dir, CXLBytes: usable})
 		a := u.Addresses()
 		if a.Dir != dir || a.RM == "" || a.HTTP == "" {
 			t.Errorf("addresses %+v", a)
 		}
 		c, err := client.Open(t.Context(), client.Config{
-			ServerAddress: a.Server, Namespace: keys.OpaqueNamespace(), Opaque: true, PageBytes: 4096, RegionBytes: 4 << 20,
+			ServerAddress: a.Server, Namespace: keys.OpaqueNamespace(), Opaque: true, PageBytes: 4096, RegionBytes: usable,
 		})
 		if err != nil {
 			t.Fatal(err)
