@@ -49,6 +49,7 @@ type Effect struct {
 	Region      base.RegionID
 	Incarnation base.Incarnation
 	Pages       []base.PageIndex
+	WriterLeft  bool // of EffectClearRecords: the writer still holds the region, but has said that it writes no more
 	Delete      DeleteID
 	Node        base.NodeID
 	Bytes       uint64

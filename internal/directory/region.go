@@ -393,7 +393,7 @@ func (d *Directory) flushClears() {
 			g.clearOut += n
 			d.effect(Effect{
 				Kind: EffectClearRecords, Pool: g.pool.number, PoolID: g.pool.info.ID, Region: g.id, Incarnation: g.incarnation,
-				Pages: pages[:n:n],
+				Pages: pages[:n:n], WriterLeft: g.writer != nil && g.writer.state == StateLeft,
 			})
 			pages = pages[n:]
 		}

@@ -209,6 +209,7 @@ func (s *Server) clearAtRM(e *directory.Effect) error {
 	defer cancel()
 	_, err = client.ClearRecords(ctx, &maruv1.ClearRecordsRequest{
 		OwnerId: s.state.server[:], Incarnation: uint32(owner), PoolId: e.PoolID[:], RegionId: uint32(e.Region), Pages: pages,
+		WriterLeft: e.WriterLeft,
 	})
 	return s.checkFenced(err)
 }

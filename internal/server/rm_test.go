@@ -2,6 +2,7 @@ package server
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -219,6 +220,37 @@ func TestTooLargeIsPermanent(t *testing.T) {
 		})
 		if !errors.Is(err, base.ErrPermanent) || !strings.Contains(err.Error(), fmt.Sprint(14<<20)) {
 			t.Errorf("expand %d of largest %d: %v", size, largest, err)
+		}
+	}
+}
+
+// TestDeleteOfALeftWriter: a writer that closed with exports out holds its region for as
+// long as its process lives, and writes no more: a delete there waits for the RM only.
+func TestDeleteOfALeftWriter(t *testing.T) {
+	l := newLab(t, 64<<20)
+	l.startRM()
+	s := startServer(t, l.cfg)
+	waitReady(t, s)
+	writer, other := newClient(t, s.ControlAddress(), cxlRequest), newClient(t, s.ControlAddress(), cxlRequest)
+	writer.connect("")
+	l.prove(writer)
+	l.prove(other)
+	r := writer.expand(maruv1.Medium_MEDIUM_CXL, 16, 65536)
+	l.hold(l.rmClient(), writer, true, 1, r.GetHandle())
+	keys := testKeyRange(0, 4)
+	writer.commitKeys(r, r.GetHandle().GetIncarnation(), keys)
+	if _, err := writer.api.Close(writer.ctx(), &maruv1.CloseRequest{Left: true}); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(other.ctx(), 5*time.Second)
+	defer cancel()
+	answer, err := other.api.Delete(ctx, &maruv1.DeleteRequest{Operation: uint64(other.next().Sequence), Keys: [][]byte{keys[0][:], keys[1][:]}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, p := range answer.GetResults() {
+		if base.Code(p.GetCode()) != base.CodeOK {
+			t.Errorf("key %d: %v", i, p)
 		}
 	}
 }

@@ -370,9 +370,9 @@ func (a *managerActor) dropHoldsOf(b *core.Batch, h core.Handle) {
 	}
 }
 
-func (a *managerActor) clear(owner base.OwnerID, inc base.Incarnation, id base.RegionID, pages []base.PageIndex) func(func(struct{}, error)) {
+func (a *managerActor) clear(owner base.OwnerID, inc base.Incarnation, id base.RegionID, pages []base.PageIndex, left bool) func(func(struct{}, error)) {
 	return request(a, func(*core.Batch) (struct{}, error) {
-		r, blank, err := a.core.Records(owner, inc, a.pool(), id, false)
+		r, blank, err := a.core.Records(owner, inc, a.pool(), id, left)
 		if err != nil || blank {
 			return struct{}{}, err
 		}

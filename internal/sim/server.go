@@ -173,7 +173,7 @@ func (s *serverActor) perform(e *directory.Effect) {
 			return
 		}
 		call(w, s.process, w.manager.process, "ClearRecords", mayRepeat,
-			w.manager.clear(s.id, s.incarnation, effect.Region, effect.Pages), done)
+			w.manager.clear(s.id, s.incarnation, effect.Region, effect.Pages, effect.WriterLeft), done)
 	case directory.EffectDeleteDone:
 		for _, f := range s.deletes[e.Delete] {
 			w.at(s.process, 0, f)
