@@ -67,7 +67,8 @@ type Client struct {
 		segmentRegion []base.RegionID // per cpu segment; 0: none
 		corrupt       []base.Key      // to be deleted
 		workers       []Worker
-		touch         []*mapped // to be touched ahead; [0] is at work
+		unholds       []*maruv1.RegionHandle // to be given back, each region once; changed under mapMu
+		touch         []*mapped              // to be touched ahead; [0] is at work
 		layouts       map[LayoutID]*layout
 		lastLayout    LayoutID
 	}
@@ -87,7 +88,6 @@ type Client struct {
 
 	// Of the background worker alone.
 	scratchGone []base.RegionID
-	unholds     []*maruv1.RegionHandle
 
 	cpu         *cpu.Pool
 	transfers   transfers
@@ -281,15 +281,18 @@ func (c *Client) leaveMemory() bool {
 	}
 	for _, id := range gone {
 		if h := c.unmap(id); h != nil {
-			c.unholds = append(c.unholds, h)
+			c.queueUnholds([]*maruv1.RegionHandle{h})
 		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), c.cfg.RPCTimeout)
 	defer cancel()
-	if err := c.manager.unhold(ctx, c.unholds); err != nil {
-		c.log.Warn("the resource manager did not take the holds back; they end with this process", "regions", len(c.unholds), "error", err)
+	c.mu.Lock()
+	list := c.mu.unholds
+	c.mu.unholds = nil
+	c.mu.Unlock()
+	if err := c.manager.unhold(ctx, list); err != nil {
+		c.log.Warn("the resource manager did not take the holds back; they end with this process", "regions", len(list), "error", err)
 	}
-	c.unholds = nil
 	return true
 }
 

@@ -259,6 +259,43 @@ func TestTwoClientsShare(t *testing.T) {
 	want(t, "load maps it again", loadOne(t, b, 1, dst), base.CodeOK)
 }
 
+// A Hold whose answer is lost may be on record, and is given back.
+func TestLostHold(t *testing.T) {
+	f := startFake(t)
+	w := open(t, cxlConfig(f))
+	want(t, "store", storeOne(t, w, 1, value(1, 1000)), base.CodeOK)
+	own := w.OwnedRegions()
+	if len(own) != 1 || f.holdCount() != 1 {
+		t.Fatal(own, f.holdCount())
+	}
+	cfg := cxlConfig(f)
+	cfg.AutoExpand = Off
+	reader := open(t, cfg)
+	eventually(t, "the reader's region", func() bool { return f.holdCount() == 2 })
+	f.loseHolds.Store(1)
+	want(t, "load without a hold", loadOne(t, reader, 1, make([]byte, 1000)), base.CodeMiss)
+	eventually(t, "the end of the reader's hold", func() bool { return f.holdCount() == 2 })
+	want(t, "load", loadOne(t, reader, 1, make([]byte, 1000)), base.CodeOK)
+	if f.holdCount() != 3 {
+		t.Fatalf("%d holds", f.holdCount())
+	}
+	third := cxlConfig(f)
+	third.EagerMap = On
+	f.loseHolds.Store(4) // its own; then those of all others in one list, and two of them alone
+	last := open(t, third)
+	eventually(t, "the losses", func() bool { return f.loseHolds.Load() < 0 })
+	eventually(t, "the end of the lost holds", func() bool {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		for id := range f.mu.regions {
+			if f.mu.holds[holdKey(last.id[:], uint32(id))] && last.region(id) == nil {
+				return false
+			}
+		}
+		return true
+	})
+}
+
 func TestFullPoolSkips(t *testing.T) {
 	f := startFake(t)
 	cfg := cxlConfig(f)

@@ -42,6 +42,9 @@ type fake struct {
 	ttl     atomic.Int64 // ms
 	// hang: hot calls are not answered.
 	hang atomic.Bool
+	// loseHolds: the answers of that many Hold calls are lost. refuseHolds: all are refused.
+	loseHolds   atomic.Int32
+	refuseHolds atomic.Bool
 	// coherence of the pool.
 	coherence maruv1.Coherence
 
@@ -516,6 +519,9 @@ func (f *fake) Hold(_ context.Context, r *maruv1.HoldRequest) (*maruv1.HoldRespo
 	f.called("hold")
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.refuseHolds.Load() {
+		return nil, fmt.Errorf("%w: hold", base.ErrDraining)
+	}
 	resp := &maruv1.HoldResponse{HoldToken: []byte("hold"), Provable: true}
 	for _, h := range r.GetHandles() {
 		g := f.mu.regions[base.RegionID(h.GetRegionId())]
@@ -527,12 +533,22 @@ func (f *fake) Hold(_ context.Context, r *maruv1.HoldRequest) (*maruv1.HoldRespo
 			Handle: h, Place: g.place, Path: f.path, DeviceKind: maruv1.DeviceKind_DEVICE_KIND_FILE, Coherence: f.coherence,
 		})
 	}
+	if f.loseHolds.Add(-1) >= 0 {
+		return nil, fmt.Errorf("%w: the answer is lost", base.ErrUnknown)
+	}
 	return resp, nil
 }
 
 func (f *fake) Unhold(_ context.Context, r *maruv1.UnholdRequest) (*maruv1.UnholdResponse, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	seen := map[uint32]bool{}
+	for _, h := range r.GetHandles() {
+		if seen[h.GetRegionId()] {
+			return nil, fmt.Errorf("%w: region %d twice", base.ErrInvalid, h.GetRegionId())
+		}
+		seen[h.GetRegionId()] = true
+	}
 	for _, h := range r.GetHandles() {
 		delete(f.mu.holds, holdKey(r.GetSessionId(), h.GetRegionId()))
 	}

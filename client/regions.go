@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -217,6 +218,7 @@ func handlesOf(regions []*maruv1.SharedRegion) []*maruv1.RegionHandle {
 func (c *Client) addForeign(ctx context.Context, l *link, r *maruv1.SharedRegion, a *maruv1.RegionAccess) {
 	id := base.RegionID(r.GetHandle().GetRegionId())
 	if code := a.GetProblem().GetCode(); code != 0 {
+		c.unholdOne(ctx, r.GetHandle())
 		c.unreachable(ctx, l, r.GetPoolNumber(), id, base.Errorf(base.Code(code), a.GetProblem().GetText()))
 		return
 	}
@@ -231,7 +233,7 @@ func (c *Client) addForeign(ctx context.Context, l *link, r *maruv1.SharedRegion
 		}
 		_ = m.mapping.Unmap()
 	}
-	_ = c.manager.unhold(ctx, []*maruv1.RegionHandle{r.GetHandle()})
+	c.unholdOne(ctx, r.GetHandle())
 	c.unreachable(ctx, l, r.GetPoolNumber(), id, err)
 }
 
@@ -253,32 +255,40 @@ func (c *Client) unreachable(ctx context.Context, l *link, poolNumber uint32, id
 func (c *Client) dropGone(ctx context.Context) {
 	c.mu.Lock()
 	c.scratchGone = c.mu.core.TakeGone(c.scratchGone[:0])
+	queued := len(c.mu.unholds)
 	c.mu.Unlock()
-	if len(c.scratchGone) == 0 && len(c.unholds) == 0 {
+	if len(c.scratchGone) == 0 && queued == 0 {
 		return
 	}
 	c.mapMu.Lock()
 	defer c.mapMu.Unlock()
 	for _, id := range c.scratchGone {
 		if h := c.unmap(id); h != nil {
-			c.unholds = append(c.unholds, h)
+			c.queueUnholds([]*maruv1.RegionHandle{h})
 		}
 	}
-	kept := c.unholds[:0]
-	for _, h := range c.unholds {
-		if c.region(base.RegionID(h.GetRegionId())) == nil {
-			kept = append(kept, h) // else it was mapped again since, and needs its hold
-		}
-	}
-	if c.unholds = kept; len(kept) == 0 {
+	c.mu.Lock()
+	list := c.mu.unholds
+	c.mu.unholds = nil
+	c.mu.Unlock()
+	list = slices.DeleteFunc(list, func(h *maruv1.RegionHandle) bool {
+		return c.region(base.RegionID(h.GetRegionId())) != nil // mapped again since: it needs its hold
+	})
+	if len(list) == 0 {
 		return
 	}
-	if err := c.manager.unhold(ctx, c.unholds); err != nil && (rpc.OutcomeUnknown(err) || away(err)) {
-		return // kept, and repeated with a later sequence
-	} else if err != nil {
-		c.limited.warn(c.log, "giving holds back was refused", "regions", len(c.unholds), "error", err)
+	err := c.manager.unhold(ctx, list)
+	switch {
+	case err == nil:
+	case rpc.OutcomeUnknown(err) || away(err) || errors.Is(err, base.ErrDenied) && !c.manager.hasToken():
+		// Repeated with a later sequence, with the next heartbeat. mapMu is held: nothing
+		// was queued meanwhile.
+		c.mu.Lock()
+		c.mu.unholds = list
+		c.mu.Unlock()
+	default:
+		c.limited.warn(c.log, "giving holds back was refused", "regions", len(list), "error", err)
 	}
-	c.unholds = nil
 }
 
 // unmap ends one mapping and forgets the region. It returns the hold to give back.
@@ -439,6 +449,8 @@ func (c *Client) expandCXL(ctx context.Context, l *link, bytes uint64) (*mapped,
 }
 
 func (c *Client) mapOwn(ctx context.Context, l *link, resp *maruv1.ExpandResponse) (*mapped, error) {
+	c.mapMu.Lock()
+	defer c.mapMu.Unlock()
 	accesses, err := c.manager.hold(ctx, l, []*maruv1.RegionHandle{resp.GetHandle()})
 	if err != nil {
 		return nil, err
@@ -462,7 +474,7 @@ func (c *Client) mapOwn(ctx context.Context, l *link, resp *maruv1.ExpandRespons
 		}
 	}
 	if err != nil {
-		_ = c.manager.unhold(ctx, []*maruv1.RegionHandle{resp.GetHandle()})
+		c.unholdOne(ctx, resp.GetHandle())
 		return nil, err
 	}
 	return m, nil

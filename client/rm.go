@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -108,7 +109,9 @@ func (m *manager) next() uint64 {
 	return m.mu.sequence
 }
 
-// hold takes holds on regions, all or none.
+// hold takes holds on regions, all or none. Without an answer they may be on record: they
+// are queued to be given back, with a later sequence. The caller has mapMu, so that this
+// is not done before it has mapped what it held again.
 func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHandle) ([]*maruv1.RegionAccess, error) {
 	api, err := m.use(ctx, l)
 	if err != nil {
@@ -122,9 +125,13 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 		Views: c.cfg.Views == On, Sequence: m.next(), Handles: handles, NodeId: c.node.Node[:], BootId: c.node.Boot[:],
 	})
 	if err != nil {
+		if rpc.OutcomeUnknown(err) {
+			c.queueUnholds(handles)
+		}
 		return nil, fmt.Errorf("holding %d regions: %w", len(handles), err)
 	}
 	if len(resp.GetRegions()) != len(handles) {
+		c.queueUnholds(handles)
 		return nil, fmt.Errorf("%w: %d regions were held, %d were asked for", base.ErrInvalid, len(resp.GetRegions()), len(handles))
 	}
 	m.mu.Lock()
@@ -160,6 +167,34 @@ func (m *manager) unhold(ctx context.Context, handles []*maruv1.RegionHandle) er
 		SessionId: m.client.id[:], Sequence: m.next(), Handles: handles, HoldToken: token,
 	})
 	return err
+}
+
+// hasToken reports whether the RM has given the session's hold token: it is needed where
+// the RM cannot see this process.
+func (m *manager) hasToken() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.mu.token) > 0
+}
+
+// queueUnholds queues holds to be given back by the background worker. The RM refuses a
+// list that names a region twice.
+func (c *Client) queueUnholds(handles []*maruv1.RegionHandle) {
+	c.mu.Lock()
+	for _, h := range handles {
+		c.mu.unholds = slices.DeleteFunc(c.mu.unholds, func(q *maruv1.RegionHandle) bool { return q.GetRegionId() == h.GetRegionId() })
+		c.mu.unholds = append(c.mu.unholds, h)
+	}
+	c.mu.Unlock()
+	c.kick()
+}
+
+// unholdOne gives the hold of a region back that could not be mapped.
+func (c *Client) unholdOne(ctx context.Context, h *maruv1.RegionHandle) {
+	list := []*maruv1.RegionHandle{h}
+	if err := c.manager.unhold(ctx, list); err != nil {
+		c.queueUnholds(list)
+	}
 }
 
 // watch takes the regions that drain at the RM, for as long as the client lives.
