@@ -63,6 +63,7 @@ type Client struct {
 		pools map[uint32]pool
 		// unprepared: memory that this configuration wants is not there yet.
 		unprepared    bool
+		prepareNot    time.Time       // before it the background does not ask for it again
 		unproved      bool            // pools came since the domains were proved
 		segmentRegion []base.RegionID // per cpu segment; 0: none
 		corrupt       []base.Key      // to be deleted

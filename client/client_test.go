@@ -296,6 +296,20 @@ func TestLostHold(t *testing.T) {
 	})
 }
 
+// A first region that cannot be held is asked for once a heartbeat, though each attempt
+// makes an event.
+func TestRefusedHoldBacksOff(t *testing.T) {
+	f := startFake(t)
+	f.refuseHolds.Store(true)
+	c := open(t, cxlConfig(f))
+	time.Sleep(500 * time.Millisecond)
+	if n := f.callCount("expand"); n < 2 || n > 12 {
+		t.Fatalf("%d attempts in ten heartbeats", n)
+	}
+	f.refuseHolds.Store(false)
+	eventually(t, "the region", func() bool { return len(c.OwnedRegions()) == 1 })
+}
+
 func TestFullPoolSkips(t *testing.T) {
 	f := startFake(t)
 	cfg := cxlConfig(f)

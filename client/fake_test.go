@@ -371,8 +371,13 @@ func (f *fake) handle(id uint32) *maruv1.RegionHandle {
 }
 
 func (f *fake) Return(ctx context.Context, r *maruv1.ReturnRequest) (*maruv1.ReturnResponse, error) {
-	_, err := f.session(ctx)
+	s, err := f.session(ctx)
 	f.called("return")
+	if err == nil && f.refuseHolds.Load() {
+		f.mu.Lock()
+		s.tell(&maruv1.Event{Event: &maruv1.Event_Drain{Drain: &maruv1.DrainEvent{PoolId: f.pool[:], RegionId: r.GetRegionId()}}})
+		f.mu.Unlock()
+	}
 	return &maruv1.ReturnResponse{}, err
 }
 
@@ -520,7 +525,7 @@ func (f *fake) Hold(_ context.Context, r *maruv1.HoldRequest) (*maruv1.HoldRespo
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.refuseHolds.Load() {
-		return nil, fmt.Errorf("%w: hold", base.ErrDraining)
+		return nil, fmt.Errorf("%w: hold", base.ErrOffline)
 	}
 	resp := &maruv1.HoldResponse{HoldToken: []byte("hold"), Provable: true}
 	for _, h := range r.GetHandles() {

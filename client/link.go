@@ -334,7 +334,7 @@ func (c *Client) install(l *link, sent time.Duration) {
 	c.link.Store(l)
 	c.mu.pools = l.pools
 	c.mu.workers = workersOf(r.GetWorkers())
-	c.mu.unprepared = true
+	c.mu.unprepared, c.mu.prepareNot = true, time.Time{}
 	c.mu.Unlock()
 	if l.sameBoot && r.GetControlUnixPath() != "" {
 		c.unixPath = r.GetControlUnixPath()

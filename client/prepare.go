@@ -88,8 +88,10 @@ func (c *Client) prepare(ctx context.Context) error {
 		c.announce(m)
 	}
 	if err != nil {
+		// What was refused is refused again for a while, and asking is not free: an Expand
+		// whose region cannot be held makes events, which wake this again.
 		c.mu.Lock()
-		c.mu.unprepared = true
+		c.mu.unprepared, c.mu.prepareNot = true, time.Now().Add(c.heartbeatEvery(l))
 		c.mu.Unlock()
 	}
 	return err
@@ -226,7 +228,7 @@ func (c *Client) proveDomains(ctx context.Context, l *link, pools []pool) error 
 // refill is prepare for the background: its errors are logged where they happen.
 func (c *Client) refill() {
 	c.mu.Lock()
-	want := c.mu.unprepared
+	want := c.mu.unprepared && !time.Now().Before(c.mu.prepareNot)
 	c.mu.Unlock()
 	if want && c.current() != nil {
 		_ = c.prepare(c.ctx)

@@ -243,6 +243,6 @@ func (c *Client) renamed(l *link, e *maruv1.PoolsEvent) {
 	for n, p := range pools {
 		c.mu.pools[n] = p
 	}
-	c.mu.unprepared = true
+	c.mu.unprepared, c.mu.prepareNot = true, time.Time{}
 	c.mu.unproved = true
 }

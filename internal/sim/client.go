@@ -50,6 +50,7 @@ type clientActor struct {
 	segmentOf  base.RegionID // the region that has it; 0: none
 	unholds    []core.Handle
 	unprepared bool
+	prepareNot time.Duration
 	mapping    bool // describe, hold, map and unmap run one at a time
 	mapQueue   []func()
 	growing    bool
@@ -213,7 +214,7 @@ func (c *clientActor) install(o *opened, process *process, sent time.Duration) {
 	snap := c.core.Opened(session.Opening{
 		Epoch: o.Epoch, ServerEpoch: o.server, Sent: sent, TTL: ttl, Margin: margin, Relist: o.Relist, Pools: numbers(o.Pools),
 	})
-	c.unprepared = true
+	c.unprepared, c.prepareNot = true, 0
 	c.run()
 	if snap != nil {
 		// The core's book of leases is a map: its order must not be the run's.
@@ -403,7 +404,7 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 		case directory.EventFence:
 			fenced = true
 		case directory.EventPools:
-			c.unprepared, l.proved = true, false
+			c.unprepared, c.prepareNot, l.proved = true, 0, false
 			l.incarnation = max(l.incarnation, c.w.server.incarnation)
 		case directory.EventRetire, directory.EventReclaim, directory.EventDrain:
 		}

@@ -372,23 +372,18 @@ func (c *clientActor) grow(done func(bool)) {
 // region, the first cxl region.
 func (c *clientActor) prepare(l *link, next func()) {
 	w := c.w
-	if !c.unprepared || c.role == base.RoleScheduler || c.closing {
+	if !c.unprepared || w.now < c.prepareNot || c.role == base.RoleScheduler || c.closing {
 		next()
 		return
 	}
 	c.unprepared = false
 	keep := func(err error) {
 		if err != nil {
-			c.unprepared = true
+			c.unprepared, c.prepareNot = true, w.now+heartbeat
 		}
 	}
 	cxl := func() {
 		if c.core.CountMedium(base.MediumCXL).Regions > 0 || c.growing {
-			next()
-			return
-		}
-		if w.now < c.growNot {
-			c.unprepared = true // the heartbeat asks again
 			next()
 			return
 		}
