@@ -266,10 +266,15 @@ func (d *Directory) Tick(now time.Duration) time.Duration {
 	return min(next, d.checkRestart(now))
 }
 
-// begin finds the caller's session and checks that its epoch is current (S1).
+// begin finds the caller's session and checks that its epoch is current (S1). The shell
+// has proved the caller by the epoch's secret, which the client has got, then.
 func (d *Directory) begin(now time.Duration, who Caller) (*session, error) {
 	d.expireDue(now)
-	return d.current(now, who)
+	s, err := d.current(now, who)
+	if err == nil && !s.shown {
+		s.shown, s.spare = true, Secret{}
+	}
+	return s, err
 }
 
 // current is begin without a write.

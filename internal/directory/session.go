@@ -15,6 +15,8 @@ type session struct {
 	id       base.SessionID
 	epoch    base.Epoch
 	secret   Secret
+	shown    bool   // a call of this epoch came: its secret is with the client
+	spare    Secret // the last one that was shown, until the newest is; zero: none
 	state    State
 	deadline time.Duration
 	role     base.Role
@@ -143,7 +145,10 @@ func (d *Directory) Open(now time.Duration, req *OpenRequest) (OpenResult, error
 		d.closeConnections(s, "the session was opened again")
 	}
 	wasHidden := s.state == StateSuspect
-	s.epoch, s.secret, s.state = last+1, req.Secret, StateLive
+	if s.shown {
+		s.spare = s.secret
+	}
+	s.epoch, s.secret, s.shown, s.state = last+1, req.Secret, false, StateLive
 	s.deadline = now + d.cfg.TTL
 	s.role, s.engine, s.instance, s.rank, s.world = req.Role, req.EngineID, req.InstanceID, req.Rank, max(req.WorldSize, 1)
 	s.node, s.boot, s.provable, s.views = req.Node, req.Boot, req.Provable, req.Views
@@ -226,7 +231,10 @@ func (d *Directory) checkReopen(s *session, req *OpenRequest) error {
 		}
 		return nil
 	}
-	secretHolds := req.PreviousSecret != Secret{} && subtle.ConstantTimeCompare(req.PreviousSecret[:], s.secret[:]) == 1
+	// A client that never got the answer to its last Open has the secret before it.
+	newest := subtle.ConstantTimeCompare(req.PreviousSecret[:], s.secret[:])
+	spare := subtle.ConstantTimeCompare(req.PreviousSecret[:], s.spare[:])
+	secretHolds := req.PreviousSecret != Secret{} && newest|spare == 1
 	if req.Proof != ProofProcess && !secretHolds {
 		return fmt.Errorf("%w: session %v is open; to open it again show the secret of its last epoch or use the Unix socket", base.ErrDenied, s.id)
 	}

@@ -440,3 +440,44 @@ func TestTwoClaims(t *testing.T) {
 		r.check()
 	}
 }
+
+// An Open whose answer was lost leaves the client with the secret before it: that one
+// opens again until a newer one was shown.
+func TestLostOpen(t *testing.T) {
+	r := newRig(t, nil)
+	req := openReq(1)
+	who, _ := r.open(req)
+	if _, err := r.d.Heartbeat(r.now, who, &HeartbeatRequest{Sequence: 1}); err != nil {
+		t.Fatal(err)
+	}
+	shown := req.Secret
+	again := func(secret, previous Secret) error {
+		req := openReq(1)
+		req.Secret, req.PreviousSecret = secret, previous
+		res, err := r.d.Open(r.now, req)
+		if err == nil {
+			who.Epoch = res.Epoch
+		}
+		return err
+	}
+	for i := byte(2); i < 5; i++ { // all their answers are lost
+		if err := again(Secret{1, i}, shown); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := again(Secret{1, 9}, Secret{1, 3}); base.CodeOf(err) != base.CodeDenied {
+		t.Fatalf("a secret that nobody showed: %v", err)
+	}
+	if err := again(Secret{1, 5}, Secret{1, 4}); err != nil {
+		t.Fatalf("the newest: %v", err)
+	}
+	if _, err := r.d.Heartbeat(r.now, who, &HeartbeatRequest{Sequence: 1}); err != nil {
+		t.Fatal(err)
+	}
+	if err := again(Secret{1, 9}, shown); base.CodeOf(err) != base.CodeDenied {
+		t.Fatalf("an old secret after a newer one was shown: %v", err)
+	}
+	if err := again(Secret{1, 9}, Secret{}); base.CodeOf(err) != base.CodeDenied {
+		t.Fatalf("no secret: %v", err)
+	}
+}
