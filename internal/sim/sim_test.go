@@ -71,9 +71,6 @@ func TestFaultsAreFound(t *testing.T) {
 	most := uint64(300)
 	for _, f := range Faults() {
 		t.Run(f.String(), func(t *testing.T) {
-			if testing.Short() && f == ReleaseWhileListing {
-				t.Skip("it takes some 240 seeds")
-			}
 			for n := uint64(1); n <= most; n++ {
 				if _, err := Run(Options{Seed: 1000 + n, Fault: f}); err != nil {
 					if _, without := Run(Options{Seed: 1000 + n}); without != nil {
