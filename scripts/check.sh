@@ -45,4 +45,7 @@ step "ruff and mypy" python_lint
 # SHORT= (empty) runs the slow tests as well: scripts/test.sh does.
 # shellcheck disable=SC2086 # flags, split on purpose
 step "go test" go test -race -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./...
+# A simulated run has one goroutine: the race detector would only slow it.
+# shellcheck disable=SC2086
+step "simulator" go test -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./internal/sim
 step "pytest" env PYTHONPATH=python "$PY_VENV/bin/python" -m pytest -q --timeout 300 python/tests -m 'not vllm'

@@ -144,12 +144,20 @@ func (s *Server) rmWorker() {
 		var err error
 		switch e.Kind {
 		case directory.EffectFreeRegion:
-			err = s.freeAtRM(e.PoolID, e.Region, e.Incarnation)
+			var draining bool
+			draining, err = s.freeAtRM(e.PoolID, e.Region, e.Incarnation)
 			s.countRM("free", err)
+			taken := err == nil || errors.Is(err, base.ErrNotFound)
+			// Who waits for room is told twice. Before the directory can name another victim:
+			// else one more would go although there is room now. And behind it: until then it
+			// named this one, which somebody may have begun to wait for since.
+			at := regionAt{e.PoolID, e.Region}
+			s.flights.answered(at, taken, draining)
 			_ = s.step(func(d *directory.Directory, now time.Duration) error {
 				d.RegionFreed(now, e.Pool, e.Region, err)
 				return nil
 			})
+			s.flights.answered(at, taken, draining)
 		case directory.EffectClearRecords:
 			err = s.clearAtRM(&e)
 			s.countRM("clear", err)
@@ -173,11 +181,12 @@ func (s *Server) countRM(kind string, err error) {
 	s.metrics.rmEffects.WithLabelValues(kind, outcome).Inc()
 }
 
-// freeAtRM gives a region back. A region that the RM does not have is gone already.
-func (s *Server) freeAtRM(pool base.PoolID, region base.RegionID, incarnation base.Incarnation) error {
+// freeAtRM gives a region back, and says whether it drains there first. A region that
+// the RM does not have is gone already.
+func (s *Server) freeAtRM(pool base.PoolID, region base.RegionID, incarnation base.Incarnation) (draining bool, _ error) {
 	client, owner, err := s.rm.use()
 	if err != nil {
-		return err
+		return false, err
 	}
 	ctx, cancel := context.WithTimeout(s.ctx, s.cfg.RMCallTimeout)
 	defer cancel()
@@ -190,10 +199,7 @@ func (s *Server) freeAtRM(pool base.PoolID, region base.RegionID, incarnation ba
 	if err == nil {
 		s.tokens.forget(at)
 	}
-	if (err == nil && !answer.GetDraining()) || errors.Is(err, base.ErrNotFound) {
-		s.flights.wentFree(at)
-	}
-	return s.checkFenced(err)
+	return answer.GetDraining(), s.checkFenced(err)
 }
 
 func (s *Server) clearAtRM(e *directory.Effect) error {

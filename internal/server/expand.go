@@ -39,6 +39,7 @@ type flights struct {
 		// draining are the victims that the RM has not freed yet: their mappers unmap.
 		draining map[regionAt]time.Time
 		freed    chan struct{} // closed and replaced when a region is free at the RM
+		count    uint64        // of regions that went free
 	}
 }
 
@@ -69,19 +70,41 @@ func (f *flights) drains(r regionAt) {
 }
 
 // wentFree wakes who waits for room.
-func (f *flights) wentFree(r regionAt) {
+func (f *flights) wentFree(r regionAt) { f.answered(r, true, false) }
+
+// answered wakes who waits for room when the RM has taken a region back; draining, it
+// is not free there yet.
+func (f *flights) answered(r regionAt, taken, draining bool) {
+	if !taken {
+		return
+	}
 	f.mu.Lock()
-	delete(f.mu.draining, r)
+	if !draining {
+		delete(f.mu.draining, r)
+	}
+	f.mu.count++
 	close(f.mu.freed)
 	f.mu.freed = make(chan struct{})
 	f.mu.Unlock()
 }
 
-// coming returns a channel for the next region that goes free, and whether one may
-// come soon without another victim.
-func (f *flights) coming() (<-chan struct{}, bool) {
+// freedCount is how many regions went free so far.
+func (f *flights) freedCount() uint64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	return f.mu.count
+}
+
+// coming returns a channel for the next region that goes free behind the first
+// `seen`, and whether one may come soon without another victim.
+func (f *flights) coming(seen uint64) (<-chan struct{}, bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.mu.count != seen {
+		now := make(chan struct{})
+		close(now)
+		return now, true
+	}
 	soon := false
 	for r, since := range f.mu.draining {
 		switch age := time.Since(since); {
@@ -135,6 +158,9 @@ func placeOf(p *directory.Place) *maruv1.RegionPlace {
 func (s *Server) expand(ctx context.Context, sess *session, req *directory.ExpandRequest) (*directory.RegionGrant, error) {
 	key := flightKey{sess.id, req.Operation}
 	for {
+		// A region that goes free between the RM's "full" and the search for a victim is
+		// room enough: without this count a second victim would go for nothing.
+		seen := s.flights.freedCount()
 		var grant *directory.RegionGrant
 		var ticket *directory.ExpandTicket
 		err := s.step(func(d *directory.Directory, now time.Duration) error {
@@ -162,7 +188,7 @@ func (s *Server) expand(ctx context.Context, sess *session, req *directory.Expan
 		if permanent := s.neverFits(req); permanent != nil {
 			return nil, permanent
 		}
-		if again := s.makeRoom(ctx); !again {
+		if again := s.makeRoom(ctx, seen); !again {
 			return nil, err
 		}
 	}
@@ -302,9 +328,10 @@ func placeFrom(p *maruv1.RegionPlace) directory.Place {
 }
 
 // makeRoom gives one kept region back, the one read longest ago, and waits until it
-// is free (MS-10). It reports whether asking again makes sense.
-func (s *Server) makeRoom(ctx context.Context) bool {
-	freed, soon := s.flights.coming()
+// is free (MS-10), unless one went free since the first `seen`. It reports whether
+// asking again makes sense.
+func (s *Server) makeRoom(ctx context.Context, seen uint64) bool {
+	freed, soon := s.flights.coming(seen)
 	if !soon {
 		var victim directory.PageRef
 		found := false

@@ -279,11 +279,13 @@ func (s *Server) sweepOnce(ctx context.Context) (bool, error) {
 		return false, err
 	}
 	for _, r := range orphans {
-		err := s.freeAtRM(base.PoolID(r.GetPoolId()), base.RegionID(r.GetRegionId()), base.Incarnation(r.GetIncarnation()))
+		at := regionAt{base.PoolID(r.GetPoolId()), base.RegionID(r.GetRegionId())}
+		draining, err := s.freeAtRM(at.pool, at.region, base.Incarnation(r.GetIncarnation()))
 		s.countRM("sweep", err)
 		if err != nil {
 			return false, err
 		}
+		s.flights.answered(at, true, draining)
 		s.log.Info("a region that nobody needs went back", "region", r.GetRegionId(), "incarnation", r.GetOwnerIncarnation())
 	}
 	return done, nil

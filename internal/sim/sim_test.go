@@ -8,7 +8,7 @@ import (
 
 var (
 	oneSeed   = flag.Uint64("sim.seed", 0, "play this seed alone and print its events")
-	seedCount = flag.Int("sim.seeds", 0, "seeds to play; 0: 500, or 60 with -short")
+	seedCount = flag.Int("sim.seeds", 0, "seeds to play; 0: 500, 60 with -short, 20 under the race detector")
 	firstSeed = flag.Uint64("sim.first", 1, "the first seed")
 )
 
@@ -23,7 +23,10 @@ func TestSeeds(t *testing.T) {
 		return
 	}
 	count := 500
-	if testing.Short() {
+	switch {
+	case raceDetector:
+		count = 20
+	case testing.Short():
 		count = 60
 	}
 	if *seedCount > 0 {
@@ -68,6 +71,9 @@ func TestReplay(t *testing.T) {
 
 // Each planted error is found. The log says how many seeds it took.
 func TestFaultsAreFound(t *testing.T) {
+	if raceDetector {
+		t.Skip("one goroutine: `go test` without -race plays the planted faults")
+	}
 	most := uint64(300)
 	for _, f := range Faults() {
 		t.Run(f.String(), func(t *testing.T) {
