@@ -118,7 +118,7 @@ func TestRules(t *testing.T) {
 		{"a registry", "docs/x.md", "see https://" + registries[0] + "/x", "names the package registry"},
 		{"a path of a machine", "docs/x.md", "cd /wor" + "k/main", "names a path of one machine"},
 		{"a home of a machine", "docs/x.md", "`/roo" + "t/x`", "names a path of one machine"},
-		{"a path with such a folder inside", "docs/x.md", "lib/work/x and ~/root/x", ""},
+		{"a path with such a folder inside", "docs/x.md", "lib/" + "work/x and ~/" + "root/x", ""},
 		{"a file that does not parse", "internal/obs/x.go", "packag obs", "does not parse"},
 	}
 	for _, c := range cases {
