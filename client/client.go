@@ -90,6 +90,9 @@ type Client struct {
 	// Of the background worker alone.
 	scratchGone []base.RegionID
 
+	device   atomic.Pointer[device]
+	deviceMu sync.Mutex // one opening at a time
+
 	cpu         *cpu.Pool
 	transfers   transfers
 	count       counters
@@ -362,8 +365,10 @@ func (c *Client) Close(ctx context.Context) error {
 	c.transfers.stop()
 	c.wg.Wait()
 
+	// Before the mappings go, also those that stay because views are out.
+	reachable := !c.closeDevice()
 	var err error
-	left := views > 0 || exported > 0 || !c.leaveMemory()
+	left := views > 0 || exported > 0 || reachable || !c.leaveMemory()
 	if left {
 		c.mu.Lock()
 		c.mu.core.Leave()

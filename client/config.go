@@ -8,6 +8,7 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/checksum"
+	"github.com/xcena-dev/maru/internal/gpu/engine"
 	"github.com/xcena-dev/maru/internal/keys"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
@@ -110,6 +111,14 @@ type Config struct {
 	RPCTimeout time.Duration
 	// ConnectTimeout bounds one attempt to connect. Default 2 s.
 	ConnectTimeout time.Duration
+	// Devices opens the GPU that layouts of RegisterDeviceLayout lie on; nil: there is none.
+	Devices engine.Driver
+	// DeviceCopy decides how bytes move between its memory and pages. Default: staged, and
+	// run by run from 2 MiB on.
+	DeviceCopy engine.Rule
+	// DeviceStagingBytes is the device memory of one direction's stage. Default 64 MiB.
+	DeviceStagingBytes uint64
+
 	// Logger takes the client's few lines. Default: slog.Default.
 	Logger *slog.Logger
 	// OnRegion is told of each new own region, from the call that made it, with no lock
@@ -168,6 +177,9 @@ func (c *Config) Validate() error {
 		if n.value < 0 || n.value > n.most {
 			bad("%s is %d; allowed: 0 (default) to %d", n.name, n.value, n.most)
 		}
+	}
+	if c.DeviceCopy > engine.AlwaysDirect {
+		bad("DeviceCopy is %d; allowed: auto, staged, direct", c.DeviceCopy)
 	}
 	if c.RPCTimeout < 0 || c.ConnectTimeout < 0 {
 		bad("RPCTimeout %v and ConnectTimeout %v must not be negative", c.RPCTimeout, c.ConnectTimeout)

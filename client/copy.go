@@ -224,6 +224,7 @@ type storeWork struct {
 	tasks []storeTask
 	keys  hot.Keys
 	probe []byte
+	moves deviceMoves
 }
 
 type storeTask struct {
@@ -233,10 +234,22 @@ type storeTask struct {
 	ref    session.PageRef
 	sum    uint64
 	code   base.Code
+	end    pageEnd
 }
+
+// pageEnd is what becomes of the page of a copy that failed.
+type pageEnd uint8
+
+const (
+	pageFaults pageEnd = iota // its memory cannot be used: quarantined
+	pageUnused                // nothing is copied there: free again
+)
 
 func (s *storeWork) part(w *worker, i int) {
 	t := &s.tasks[i]
+	if t.layout.onDevice() {
+		return // saveOnDevice has them all at once
+	}
 	it := &s.items[t.item]
 	m := s.c.region(t.ref.Region)
 	piece := 0
@@ -262,6 +275,7 @@ type loadWork struct {
 	got     acquired
 	batch   session.Batch
 	release []session.Release
+	moves   deviceMoves
 }
 
 type loadTask struct {
@@ -269,6 +283,9 @@ type loadTask struct {
 	size   uint64
 	layout *layout
 	code   base.Code
+	// Of a device layout: what part has prepared for loadOnDevice.
+	prepared loadPart
+	waits    bool
 }
 
 func (s *loadWork) part(w *worker, i int) {
@@ -302,6 +319,10 @@ func (s *loadWork) part(w *worker, i int) {
 		if m.software() && m.own != session.Own {
 			// The leaf list lies behind the data: the whole page is dropped.
 			_ = flush.Invalidate(page) // supported, or mapRegion had refused
+		}
+		if t.layout.onDevice() {
+			t.prepared, t.waits = p, true
+			return
 		}
 		t.code = w.scatter(&p)
 	})

@@ -17,11 +17,15 @@ import (
 type transfers struct {
 	c     *Client
 	queue chan *job
-	help  chan *group
-	out   atomic.Int64 // jobs that JobResult has not taken
-	event int          // eventfd
-	wg    sync.WaitGroup
-	quit  chan struct{}
+	// device jobs wait for the engine's stream and for the link: they have threads of their
+	// own, so that neither host copies nor the other direction waits behind them.
+	deviceStores, deviceLoads chan *job
+	deviceOnce                sync.Once
+	help                      chan *group
+	out                       atomic.Int64 // jobs that JobResult has not taken
+	event                     int          // eventfd
+	wg                        sync.WaitGroup
+	quit                      chan struct{}
 
 	mu struct {
 		sync.Mutex
@@ -42,6 +46,7 @@ type job struct {
 	runs   [][]byte
 	blocks []uint32
 	codes  []base.Code
+	after  after
 	done   bool
 }
 
@@ -57,12 +62,37 @@ func (t *transfers) start(c *Client) error {
 	t.event = fd
 	t.queue = make(chan *job, c.cfg.QueueJobs)
 	t.help = make(chan *group, c.cfg.CopyThreads-1)
+	t.deviceStores, t.deviceLoads = make(chan *job, c.cfg.QueueJobs), make(chan *job, c.cfg.QueueJobs)
 	t.quit = make(chan struct{})
 	t.mu.jobs = map[JobID]*job{}
 	for range c.cfg.CopyThreads {
 		t.wg.Go(t.thread)
 	}
 	return nil
+}
+
+// deviceThreads is how many jobs of one direction are under way at once: the second asks
+// the server while the first is copied.
+const deviceThreads = 2
+
+// startDevice starts the threads of device jobs.
+func (t *transfers) startDevice() {
+	t.deviceOnce.Do(func() {
+		for _, queue := range []chan *job{t.deviceStores, t.deviceLoads} {
+			for range deviceThreads {
+				t.wg.Go(func() {
+					for {
+						select {
+						case j := <-queue:
+							t.runJob(j)
+						case <-t.quit:
+							return
+						}
+					}
+				})
+			}
+		}
+	})
 }
 
 // thread is one copy thread: it runs jobs and helps with the copies of others.
@@ -83,10 +113,11 @@ func (t *transfers) thread() {
 
 func (t *transfers) runJob(j *job) {
 	if len(j.stores) > 0 {
-		t.c.store(t.c.ctx, j.stores, j.codes)
+		t.c.store(t.c.ctx, j.stores, j.codes, &j.after)
 	} else {
-		t.c.load(t.c.ctx, j.loads, j.codes)
+		t.c.load(t.c.ctx, j.loads, j.codes, &j.after)
 	}
+	j.after.forget()
 	t.mu.Lock()
 	j.done = true
 	t.mu.finished = append(t.mu.finished, j.id)
@@ -150,12 +181,21 @@ func (t *transfers) stop() {
 // SubmitStore queues a Store. The items are copied; the memory behind them must stay
 // until the job is done. Errors: ErrBusy when QueueJobs are out, ErrInvalid for an empty
 // list, ErrClosed.
-func (c *Client) SubmitStore(items []StoreItem) (JobID, error) {
+func (c *Client) SubmitStore(items []StoreItem) (JobID, error) { return c.SubmitStoreAfter(items, 0) }
+
+// SubmitStoreAfter is SubmitStore of blocks that the engine writes in stream s, as
+// StoreAfter. It does not wait for the device.
+func (c *Client) SubmitStoreAfter(items []StoreItem, s Stream) (JobID, error) {
 	if err := c.enter(context.Background()); err != nil {
 		return 0, err
 	}
 	defer c.leave()
+	a, err := c.order(s, func(i int) LayoutID { return items[i].Layout }, len(items))
+	if err != nil {
+		return 0, err
+	}
 	j := jobs.Get().(*job)
+	j.after = a
 	for i := range items {
 		it := items[i]
 		it.Runs, it.Blocks = j.keep(it.Runs, it.Blocks)
@@ -165,12 +205,21 @@ func (c *Client) SubmitStore(items []StoreItem) (JobID, error) {
 }
 
 // SubmitLoad queues a Load, as SubmitStore.
-func (c *Client) SubmitLoad(items []LoadItem) (JobID, error) {
+func (c *Client) SubmitLoad(items []LoadItem) (JobID, error) { return c.SubmitLoadAfter(items, 0) }
+
+// SubmitLoadAfter is SubmitLoad into blocks that the engine uses in stream s, as
+// LoadAfter. It does not wait for the device.
+func (c *Client) SubmitLoadAfter(items []LoadItem, s Stream) (JobID, error) {
 	if err := c.enter(context.Background()); err != nil {
 		return 0, err
 	}
 	defer c.leave()
+	a, err := c.order(s, func(i int) LayoutID { return items[i].Layout }, len(items))
+	if err != nil {
+		return 0, err
+	}
 	j := jobs.Get().(*job)
+	j.after = a
 	for i := range items {
 		it := items[i]
 		it.Runs, it.Blocks = j.keep(it.Runs, it.Blocks)
@@ -189,6 +238,7 @@ func (j *job) keep(runs [][]byte, blocks []uint32) ([][]byte, []uint32) {
 }
 
 func (j *job) put() {
+	j.after.forget()
 	clear(j.stores)
 	clear(j.loads)
 	clear(j.runs)
@@ -220,7 +270,14 @@ func (t *transfers) submit(j *job, n int) (JobID, error) {
 	t.mu.jobs[j.id] = j
 	t.mu.running++
 	t.out.Add(1)
-	t.queue <- j // never full: jobs that are out are counted
+	queue := t.queue
+	if j.after.device != nil {
+		queue = t.deviceStores
+		if len(j.loads) > 0 {
+			queue = t.deviceLoads
+		}
+	}
+	queue <- j // never full: jobs that are out are counted
 	return j.id, nil
 }
 

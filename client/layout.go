@@ -12,6 +12,7 @@ import (
 // layout is a registered Layout with what is derived from it.
 type layout struct {
 	Layout
+	device     *device // whose memory it is; nil: of the host
 	blockBytes uint64
 	runCount   int // a block
 	users      sync.WaitGroup
@@ -23,27 +24,40 @@ func (c *Client) RegisterLayout(l Layout) (LayoutID, error) {
 		return 0, err
 	}
 	defer c.leave()
+	own, err := newLayout(l)
+	if err != nil {
+		return 0, err
+	}
+	return c.addLayout(own), nil
+}
+
+func (c *Client) addLayout(l *layout) LayoutID {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.mu.lastLayout++
+	c.mu.layouts[c.mu.lastLayout] = l
+	return c.mu.lastLayout
+}
+
+// newLayout checks a layout and takes a copy of it.
+func newLayout(l Layout) (*layout, error) {
 	own := &layout{Layout: Layout{BlockCount: l.BlockCount, Layers: make([]LayerLayout, len(l.Layers))}}
 	if len(l.Layers) == 0 || l.BlockCount == 0 {
-		return 0, fmt.Errorf("%w: layout with %d layers and %d blocks", base.ErrInvalid, len(l.Layers), l.BlockCount)
+		return nil, fmt.Errorf("%w: layout with %d layers and %d blocks", base.ErrInvalid, len(l.Layers), l.BlockCount)
 	}
 	for i, layer := range l.Layers {
 		if layer.Base == 0 || layer.RunBytes == 0 || layer.RunBytes > math.MaxInt64/2 || len(layer.RunOffsets) == 0 {
-			return 0, fmt.Errorf("%w: layer %d: base %#x, %d runs of %d bytes", base.ErrInvalid, i, layer.Base, len(layer.RunOffsets), layer.RunBytes)
+			return nil, fmt.Errorf("%w: layer %d: base %#x, %d runs of %d bytes", base.ErrInvalid, i, layer.Base, len(layer.RunOffsets), layer.RunBytes)
 		}
 		if layer.BlockStrideBytes == 0 && l.BlockCount > 1 {
-			return 0, fmt.Errorf("%w: layer %d: stride 0 with %d blocks", base.ErrInvalid, i, l.BlockCount)
+			return nil, fmt.Errorf("%w: layer %d: stride 0 with %d blocks", base.ErrInvalid, i, l.BlockCount)
 		}
 		own.Layers[i] = layer
 		own.Layers[i].RunOffsets = append([]int64(nil), layer.RunOffsets...)
 		own.blockBytes += layer.RunBytes * uint64(len(layer.RunOffsets))
 		own.runCount += len(layer.RunOffsets)
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.mu.lastLayout++
-	c.mu.layouts[c.mu.lastLayout] = own
-	return c.mu.lastLayout, nil
+	return own, nil
 }
 
 // UnregisterLayout forgets a layout. It returns after the last transfer that uses it.

@@ -12,6 +12,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/flush"
+	"github.com/xcena-dev/maru/internal/gpu/engine"
 	"github.com/xcena-dev/maru/internal/media/dax"
 	"github.com/xcena-dev/maru/internal/media/mapping"
 	"github.com/xcena-dev/maru/internal/poolfmt"
@@ -32,6 +33,10 @@ type mapped struct {
 	segment   int                  // of the cpu pool
 	exported  atomic.Int64         // RegionViews that are out
 	faults    atomic.Uint32
+
+	// registration is how the GPU reaches it; nil: through a bounce buffer.
+	registration atomic.Pointer[engine.Registration]
+	stuck        atomic.Bool // a lost GPU may still write to it
 
 	// marks is the page lock of the region: marks are written and cleared under it.
 	marks sync.Mutex
@@ -305,9 +310,16 @@ func (c *Client) unmap(id base.RegionID) *maruv1.RegionHandle {
 		// The segment stays: another region of the same client may have it.
 		c.mu.Lock()
 		c.mu.core.RemoveRegion(id)
-		c.mu.segmentRegion[m.segment] = 0
-		c.mu.unprepared = true
+		if !m.stuck.Load() { // else nobody gets its pages again
+			c.mu.segmentRegion[m.segment] = 0
+			c.mu.unprepared = true
+		}
 		c.mu.Unlock()
+		return nil
+	}
+	// Every copy has ended: a lease or a page in the making would have kept the region.
+	if err := c.unregister(m); err != nil {
+		c.log.Error("the GPU may still reach a region; it stays mapped and its hold is kept", "region", id, "error", err)
 		return nil
 	}
 	// Under the page lock: a mark in the making is finished before the bytes go.
@@ -489,8 +501,10 @@ func (c *Client) addRegion(m *mapped, own session.Ownership) error {
 	c.mu.Unlock()
 	if err != nil {
 		c.setRegion(m.info.ID, nil)
+		return err
 	}
-	return err
+	c.registerLater(m)
+	return nil
 }
 
 // giveBack returns a region that could not be used.

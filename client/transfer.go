@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -18,6 +19,12 @@ var loadWorks = sync.Pool{New: func() any { return new(loadWork) }}
 // AlreadyStored, Full (skipped), Unknown, Unavailable, Fault, Invalid. Errors: ErrInvalid
 // when codes is too short, ErrClosed.
 func (c *Client) Store(ctx context.Context, items []StoreItem, codes []base.Code) error {
+	return c.StoreAfter(ctx, items, codes, 0)
+}
+
+// StoreAfter is Store of blocks that the engine writes in stream s: they are read behind
+// what is in it now. Errors: also ErrUnsupported for a stream that is being captured.
+func (c *Client) StoreAfter(ctx context.Context, items []StoreItem, codes []base.Code, s Stream) error {
 	if err := c.enter(ctx); err != nil {
 		return err
 	}
@@ -25,7 +32,12 @@ func (c *Client) Store(ctx context.Context, items []StoreItem, codes []base.Code
 	if len(codes) < len(items) {
 		return fmt.Errorf("%w: %d items, %d codes", base.ErrInvalid, len(items), len(codes))
 	}
-	c.store(ctx, items, codes)
+	a, err := c.order(s, func(i int) LayoutID { return items[i].Layout }, len(items))
+	if err != nil {
+		return err
+	}
+	defer a.forget()
+	c.store(ctx, items, codes, &a)
 	return nil
 }
 
@@ -59,7 +71,7 @@ func (c *Client) measure(runs [][]byte, id LayoutID, blocks []uint32) (size uint
 	return size, l, nil
 }
 
-func (c *Client) store(ctx context.Context, items []StoreItem, codes []base.Code) {
+func (c *Client) store(ctx context.Context, items []StoreItem, codes []base.Code, a *after) {
 	began := time.Now()
 	s := storeWorks.Get().(*storeWork)
 	s.c, s.items, s.tasks, s.keys = c, items, s.tasks[:0], s.keys[:0]
@@ -80,6 +92,12 @@ func (c *Client) store(ctx context.Context, items []StoreItem, codes []base.Code
 				l.users.Done()
 			}
 		}
+		if err == nil {
+			if err = l.takes(a); err != nil {
+				c.count.storesFailed.Add(1)
+				l.users.Done()
+			}
+		}
 		if err != nil {
 			codes[i] = base.CodeOf(err)
 			continue
@@ -90,13 +108,14 @@ func (c *Client) store(ctx context.Context, items []StoreItem, codes []base.Code
 	c.skipStored(ctx, s, codes)
 	c.placePages(ctx, s, codes)
 	c.transfers.each(s, len(s.tasks))
+	c.saveOnDevice(s, a)
 
 	b := commits.Get().(*commitBatch)
 	defer b.put()
 	for i := range s.tasks {
 		t := &s.tasks[i]
 		if t.code != base.CodeOK {
-			codes[t.item] = c.faulted(t.ref.Region, t.ref.Index)
+			codes[t.item] = c.failedCopy(t)
 			continue
 		}
 		it := &items[t.item]
@@ -191,6 +210,13 @@ func (c *Client) placePages(ctx context.Context, s *storeWork, codes []base.Code
 // undefined; for a Miss that was known before the copy it is untouched. Errors:
 // ErrInvalid when codes is too short, ErrClosed.
 func (c *Client) Load(ctx context.Context, items []LoadItem, codes []base.Code) error {
+	return c.LoadAfter(ctx, items, codes, 0)
+}
+
+// LoadAfter is Load into blocks that the engine may still read or write in stream s: they
+// are written behind what is in it now. Errors: also ErrUnsupported for a stream that is
+// being captured.
+func (c *Client) LoadAfter(ctx context.Context, items []LoadItem, codes []base.Code, s Stream) error {
 	if err := c.enter(ctx); err != nil {
 		return err
 	}
@@ -198,11 +224,16 @@ func (c *Client) Load(ctx context.Context, items []LoadItem, codes []base.Code) 
 	if len(codes) < len(items) {
 		return fmt.Errorf("%w: %d items, %d codes", base.ErrInvalid, len(items), len(codes))
 	}
-	c.load(ctx, items, codes)
+	a, err := c.order(s, func(i int) LayoutID { return items[i].Layout }, len(items))
+	if err != nil {
+		return err
+	}
+	defer a.forget()
+	c.load(ctx, items, codes, &a)
 	return nil
 }
 
-func (c *Client) load(ctx context.Context, items []LoadItem, codes []base.Code) {
+func (c *Client) load(ctx context.Context, items []LoadItem, codes []base.Code, a *after) {
 	began := time.Now()
 	s := loadWorks.Get().(*loadWork)
 	s.c, s.items = c, items
@@ -217,15 +248,23 @@ func (c *Client) load(ctx context.Context, items []LoadItem, codes []base.Code) 
 					l.users.Done()
 				}
 			}
+			if err == nil {
+				if err = l.takes(a); err != nil {
+					l.users.Done()
+				}
+			}
 			if err != nil {
 				codes[next] = base.CodeOf(err)
+				if errors.Is(err, base.ErrFault) {
+					codes[next] = base.CodeMiss // the store is well, the device is not
+				}
 				continue
 			}
 			s.tasks = append(s.tasks, loadTask{item: next, size: size, layout: l, code: base.CodeMiss})
 			s.keys = append(s.keys, it.Key[:]...)
 		}
 		if len(s.tasks) > 0 {
-			c.loadLeased(ctx, s)
+			c.loadLeased(ctx, s, a)
 		}
 		for i := range s.tasks {
 			t := &s.tasks[i]
@@ -248,7 +287,7 @@ func (c *Client) load(ctx context.Context, items []LoadItem, codes []base.Code) 
 // session was good when the last byte was read, or the server confirmed the leases; bytes
 // that no root covers need the confirmation, because the clock of another machine says
 // nothing about a writer there (docs/PROTOCOL.md, "Session validity").
-func (c *Client) loadLeased(ctx context.Context, s *loadWork) {
+func (c *Client) loadLeased(ctx context.Context, s *loadWork, a *after) {
 	l := c.current()
 	if l == nil {
 		c.count.missesAway.Add(uint64(len(s.tasks)))
@@ -268,6 +307,7 @@ func (c *Client) loadLeased(ctx context.Context, s *loadWork) {
 		return
 	}
 	c.transfers.each(s, len(s.tasks))
+	c.loadOnDevice(s, a)
 	now := c.clock()
 	confirm := false
 	for i := range s.tasks {

@@ -137,7 +137,7 @@ typedef struct maru_layer {
 /* A batch of transfers. Item i has the runs (or blocks) from ends[i-1] (0 for the
  * first) to ends[i]. Exactly one of runs and layout is given. */
 typedef struct maru_batch {
-  uint32_t struct_bytes;        /* sizeof(maru_batch) */
+  uint32_t struct_bytes;        /* sizeof(maru_batch), or that of an older header */
   uint32_t count;               /* items, 1 to 65536 */
   const uint8_t *keys;          /* count * MARU_KEY_BYTES */
   const uint8_t *parents;       /* store: count * MARU_DIGEST_BYTES, or NULL */
@@ -147,6 +147,10 @@ typedef struct maru_batch {
   const uint32_t *blocks;       /* with layout */
   const uint64_t *offsets;      /* load: where in the object the first run begins,
                                    count of them, or NULL for 0 */
+  /* From here on: struct_bytes says whether the caller has it (0 if not). */
+  uint64_t stream;              /* with a device layout: handle of the engine's stream
+                                   behind which blocks are read or written; 0 is the
+                                   device's default stream. Else 0 */
 } maru_batch;
 
 /* --- the library --- */
@@ -273,6 +277,18 @@ int32_t maru_register_layout(maru_handle client, uint32_t n_layers,
                              const maru_layer *layers, const int64_t *offsets,
                              uint64_t n_offsets, uint32_t block_count,
                              maru_handle *layout);
+/* The same for tensors in the memory of a GPU: device is its number in this process.
+ * Bases, strides, offsets and runs are multiples of 16. The first call opens the device
+ * (up to half a second) and has the pools registered with it in the background. One
+ * device a client. UNSUPPORTED: no driver, no such device, MPS. INVALID: addresses that
+ * are not the device's. */
+int32_t maru_register_device_layout(maru_handle client, uint32_t device,
+                                    uint32_t n_layers, const maru_layer *layers,
+                                    const int64_t *offsets, uint64_t n_offsets,
+                                    uint32_t block_count, maru_handle *layout);
+/* JSON: gpu, name, driver_version, memory_bytes, counters; NOT_FOUND before the first
+ * device layout. */
+int32_t maru_device_info(maru_handle client, char *buf, size_t cap, size_t *needed);
 int32_t maru_unregister_layout(maru_handle client, maru_handle layout);
 /* codes: OK, ALREADY, FULL (skipped), UNKNOWN, UNAVAILABLE, FAULT, INVALID. */
 int32_t maru_store(maru_handle client, const maru_batch *batch, int32_t *codes,
@@ -281,7 +297,9 @@ int32_t maru_store(maru_handle client, const maru_batch *batch, int32_t *codes,
  * destination is undefined. */
 int32_t maru_load(maru_handle client, const maru_batch *batch, int32_t *codes,
                   int64_t timeout_ms);
-/* BUSY when queue_jobs jobs are out. */
+/* BUSY when queue_jobs jobs are out. With a device layout an event is recorded in the
+ * batch's stream, on the calling thread: what is in the stream then is waited for on the
+ * GPU. UNSUPPORTED for a stream that is being captured. */
 int32_t maru_submit_store(maru_handle client, const maru_batch *batch, maru_handle *job);
 int32_t maru_submit_load(maru_handle client, const maru_batch *batch, maru_handle *job);
 /* Readable while finished jobs wait. The descriptor is the library's. */

@@ -109,7 +109,8 @@ func batchOf(a *args, b *C.maru_batch) *cabi.Batch {
 	if a.err != nil {
 		return nil
 	}
-	if uint64(b.struct_bytes) != uint64(unsafe.Sizeof(*b)) {
+	// A caller of an older header has a shorter struct: what is behind it is not read.
+	if size := uint64(b.struct_bytes); size != uint64(unsafe.Sizeof(*b)) && size != uint64(unsafe.Offsetof(b.stream)) {
 		a.fail("batch.struct_bytes is %d, this library has %d; caller and library differ in version", b.struct_bytes, unsafe.Sizeof(*b))
 		return nil
 	}
@@ -145,6 +146,9 @@ func batchOf(a *args, b *C.maru_batch) *cabi.Batch {
 	}
 	if a.err != nil {
 		return nil
+	}
+	if uint64(b.struct_bytes) > uint64(unsafe.Offsetof(b.stream)) {
+		out.Stream = uint64(b.stream)
 	}
 	return out
 }

@@ -111,6 +111,37 @@ func maruGoRegisterLayout(client C.maru_handle, nLayers C.uint32_t, layers *C.ma
 	nOffsets C.uint64_t, blockCount C.uint32_t, layout *C.maru_handle,
 ) (rc C.int32_t) {
 	defer contain(&rc)
+	return registerLayout(nLayers, layers, offsets, nOffsets, layout, func(y []cabi.Layer, o []int64) (uint64, error) {
+		return library.RegisterLayout(uint64(client), y, o, uint32(blockCount))
+	})
+}
+
+//export maruGoRegisterDeviceLayout
+func maruGoRegisterDeviceLayout(client C.maru_handle, device, nLayers C.uint32_t, layers *C.maru_layer, offsets *C.int64_t,
+	nOffsets C.uint64_t, blockCount C.uint32_t, layout *C.maru_handle,
+) (rc C.int32_t) {
+	defer contain(&rc)
+	return registerLayout(nLayers, layers, offsets, nOffsets, layout, func(y []cabi.Layer, o []int64) (uint64, error) {
+		return library.RegisterDeviceLayout(uint64(client), uint32(device), y, o, uint32(blockCount))
+	})
+}
+
+//export maruGoDeviceInfo
+func maruGoDeviceInfo(client C.maru_handle, buf *C.char, limit C.size_t, needed *C.size_t) (rc C.int32_t) {
+	defer contain(&rc)
+	var a args
+	b := a.text(buf, limit, needed)
+	if a.err != nil {
+		return status(a.err)
+	}
+	n, err := library.DeviceInfo(uint64(client), b)
+	*needed = C.size_t(n) //nolint:gosec // a length
+	return status(err)
+}
+
+func registerLayout(nLayers C.uint32_t, layers *C.maru_layer, offsets *C.int64_t, nOffsets C.uint64_t, layout *C.maru_handle,
+	register func(y []cabi.Layer, o []int64) (uint64, error),
+) C.int32_t {
 	var a args
 	a.need("layout", layout == nil)
 	y := array[cabi.Layer](&a, "layers", layers, a.count(uint64(nLayers)))
@@ -121,7 +152,7 @@ func maruGoRegisterLayout(client C.maru_handle, nLayers C.uint32_t, layers *C.ma
 	if a.err != nil {
 		return status(a.err)
 	}
-	id, err := library.RegisterLayout(uint64(client), y, o, uint32(blockCount))
+	id, err := register(y, o)
 	*layout = C.maru_handle(id)
 	return status(err)
 }

@@ -87,7 +87,7 @@ func TestLayoutsAgree(t *testing.T) {
 		"maru_run": unsafe.Sizeof(r), "maru_run.data": unsafe.Offsetof(r.Data), "maru_run.bytes": unsafe.Offsetof(r.Bytes),
 		"maru_layer": unsafe.Sizeof(l), "maru_layer.base": unsafe.Offsetof(l.Base), "maru_layer.block_stride_bytes": unsafe.Offsetof(l.BlockStrideBytes),
 		"maru_layer.run_bytes": unsafe.Offsetof(l.RunBytes), "maru_layer.run_count": unsafe.Offsetof(l.RunCount), "maru_layer.reserved": unsafe.Offsetof(l.Reserved),
-		"maru_batch": 64, // Go sees the C struct itself; ctypes has one of its own
+		"maru_batch": 72, "maru_batch.stream": 64, // Go sees the C struct itself; ctypes has one of its own
 	} {
 		if got[name] != want {
 			t.Errorf("%s: C has %d, Go has %d", name, got[name], want)

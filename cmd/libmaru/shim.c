@@ -227,6 +227,19 @@ int32_t maru_register_layout(maru_handle client, uint32_t n_layers, const maru_l
                               block_count, layout);
 }
 
+int32_t maru_register_device_layout(maru_handle client, uint32_t device, uint32_t n_layers,
+                                    const maru_layer *layers, const int64_t *offsets, uint64_t n_offsets,
+                                    uint32_t block_count, maru_handle *layout) {
+  ENTER;
+  return maruGoRegisterDeviceLayout(client, device, n_layers, (maru_layer *)layers, (int64_t *)offsets, n_offsets,
+                                    block_count, layout);
+}
+
+int32_t maru_device_info(maru_handle client, char *buf, size_t cap, size_t *needed) {
+  ENTER;
+  return maruGoDeviceInfo(client, buf, cap, needed);
+}
+
 int32_t maru_unregister_layout(maru_handle client, maru_handle layout) {
   ENTER;
   return maruGoUnregisterLayout(client, layout);

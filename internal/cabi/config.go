@@ -12,6 +12,7 @@ import (
 
 	"github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/gpu/engine"
 	"github.com/xcena-dev/maru/internal/keys"
 )
 
@@ -50,6 +51,9 @@ type config struct {
 	Views         *bool `json:"views"`
 	Overcommit    *bool `json:"overcommit"`
 	Prefault      *bool `json:"prefault"`
+
+	DeviceCopy         string `json:"device_copy"`
+	DeviceStagingBytes uint64 `json:"device_staging_bytes"`
 
 	ConnectLater     *bool `json:"connect_later"`
 	HotConnections   int   `json:"hot_connections"`
@@ -96,7 +100,8 @@ func ParseConfig(text []byte) (Config, error) {
 		AutoExpand: toSwitch(c.AutoExpand), Checksums: toSwitch(c.Checksums), ViewChecksums: toSwitch(c.ViewChecksums),
 		CopyThreads: c.CopyThreads, QueueJobs: c.QueueJobs, EagerMap: toSwitch(c.EagerMap), Views: toSwitch(c.Views),
 		Overcommit: toSwitch(c.Overcommit), Prefault: toSwitch(c.Prefault),
-		ConnectLater: toSwitch(c.ConnectLater), HotConnections: c.HotConnections,
+		DeviceStagingBytes: c.DeviceStagingBytes,
+		ConnectLater:       toSwitch(c.ConnectLater), HotConnections: c.HotConnections,
 	}
 	switch c.Role {
 	case "", "worker":
@@ -105,6 +110,15 @@ func ParseConfig(text []byte) (Config, error) {
 		out.Role = base.RoleScheduler
 	default:
 		bad("role is %q, allowed: worker, scheduler", c.Role)
+	}
+	switch c.DeviceCopy {
+	case "", "auto":
+	case "staged":
+		out.DeviceCopy = engine.AlwaysStaged
+	case "direct":
+		out.DeviceCopy = engine.AlwaysDirect
+	default:
+		bad("device_copy is %q, allowed: auto, staged, direct", c.DeviceCopy)
 	}
 	ns, err := hex.DecodeString(c.NamespaceHex)
 	switch {

@@ -60,6 +60,29 @@ func (l *Library) Stats(h uint64, buf []byte) (needed int, err error) {
 	return needed, err
 }
 
+// DeviceInfo writes the GPU of a client and its counters as JSON into buf.
+//
+// Errors: ErrNotFound before the first device layout.
+func (l *Library) DeviceInfo(h uint64, buf []byte) (needed int, err error) {
+	err = l.call(h, "device info", func(e *entry) error {
+		info, counts, ok := e.client.DeviceInfo()
+		if !ok {
+			return fmt.Errorf("%w: no layout of this client lies on a GPU", base.ErrNotFound)
+		}
+		all := snakeFields(info)
+		for k, v := range snakeFields(counts) {
+			all[k] = v
+		}
+		text, err := json.Marshal(all)
+		if err != nil {
+			return fmt.Errorf("%w: encode device info: %w", base.ErrInternal, err)
+		}
+		needed, err = putText(buf, text)
+		return err
+	})
+	return needed, err
+}
+
 // Usage writes the server's usage as proto3 JSON into buf.
 func (l *Library) Usage(h uint64, timeoutMS int64, buf []byte) (needed int, err error) {
 	err = l.call(h, "usage", func(e *entry) error {

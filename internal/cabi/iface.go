@@ -6,6 +6,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/gpu/engine"
 	"github.com/xcena-dev/maru/internal/hot"
 )
 
@@ -41,11 +42,13 @@ type Client interface {
 	Unpin(ctx context.Context, keys hot.Keys, codes []base.Code) error
 
 	RegisterLayout(l client.Layout) (client.LayoutID, error)
+	RegisterDeviceLayout(l client.Layout, ordinal int) (client.LayoutID, error)
 	UnregisterLayout(id client.LayoutID) error
-	Store(ctx context.Context, items []client.StoreItem, codes []base.Code) error
-	Load(ctx context.Context, items []client.LoadItem, codes []base.Code) error
-	SubmitStore(items []client.StoreItem) (client.JobID, error)
-	SubmitLoad(items []client.LoadItem) (client.JobID, error)
+	DeviceInfo() (engine.Info, engine.Stats, bool)
+	StoreAfter(ctx context.Context, items []client.StoreItem, codes []base.Code, s client.Stream) error
+	LoadAfter(ctx context.Context, items []client.LoadItem, codes []base.Code, s client.Stream) error
+	SubmitStoreAfter(items []client.StoreItem, s client.Stream) (client.JobID, error)
+	SubmitLoadAfter(items []client.LoadItem, s client.Stream) (client.JobID, error)
 	EventFD() int
 	Completed(dst []client.JobID) int
 	JobResult(job client.JobID, codes []base.Code) (bool, error)

@@ -36,11 +36,33 @@ type Batch struct {
 	Layout  uint64
 	Blocks  []uint32
 	Offsets []uint64 // or empty
+	Stream  uint64   // of the engine's GPU, with a device layout
 }
 
 // RegisterLayout makes an engine's tensors known. offsets has the run offsets of
 // all layers, one after another.
 func (l *Library) RegisterLayout(h uint64, layers []Layer, offsets []int64, blockCount uint32) (layout uint64, err error) {
+	return l.registerLayout(h, layers, offsets, blockCount, func(c Client, lay client.Layout) (client.LayoutID, error) {
+		return c.RegisterLayout(lay)
+	})
+}
+
+// RegisterDeviceLayout makes tensors on a GPU known, as RegisterLayout.
+func (l *Library) RegisterDeviceLayout(h uint64, ordinal uint32, layers []Layer, offsets []int64, blockCount uint32) (layout uint64, err error) {
+	return l.registerLayout(h, layers, offsets, blockCount, func(c Client, lay client.Layout) (client.LayoutID, error) {
+		if ordinal > maxOrdinal {
+			return 0, fmt.Errorf("%w: GPU %d; at most %d is allowed", base.ErrInvalid, ordinal, maxOrdinal)
+		}
+		return c.RegisterDeviceLayout(lay, int(ordinal))
+	})
+}
+
+// maxOrdinal bounds what can be a GPU's number.
+const maxOrdinal = 1023
+
+func (l *Library) registerLayout(h uint64, layers []Layer, offsets []int64, blockCount uint32,
+	register func(c Client, lay client.Layout) (client.LayoutID, error),
+) (layout uint64, err error) {
 	err = l.call(h, "register layout", func(e *entry) error {
 		if err := checkCount(len(layers)); err != nil {
 			return err
@@ -64,7 +86,7 @@ func (l *Library) RegisterLayout(h uint64, layers []Layer, offsets []int64, bloc
 		if len(rest) != 0 {
 			return fmt.Errorf("%w: %d offsets are left over behind the last layer", base.ErrInvalid, len(rest))
 		}
-		id, err := e.client.RegisterLayout(lay)
+		id, err := register(e.client, lay)
 		if err != nil {
 			return err
 		}
@@ -209,7 +231,7 @@ func (l *Library) Store(h uint64, b *Batch, codes []base.Code, timeoutMS int64) 
 			return err
 		}
 		defer cancel()
-		return e.client.Store(ctx, items, codes)
+		return e.client.StoreAfter(ctx, items, codes, client.Stream(b.Stream))
 	})
 }
 
@@ -225,7 +247,7 @@ func (l *Library) Load(h uint64, b *Batch, codes []base.Code, timeoutMS int64) e
 			return err
 		}
 		defer cancel()
-		return e.client.Load(ctx, items, codes)
+		return e.client.LoadAfter(ctx, items, codes, client.Stream(b.Stream))
 	})
 }
 
@@ -236,7 +258,7 @@ func (l *Library) SubmitStore(h uint64, b *Batch) (job uint64, err error) {
 		if err != nil {
 			return err
 		}
-		id, err := e.client.SubmitStore(items)
+		id, err := e.client.SubmitStoreAfter(items, client.Stream(b.Stream))
 		if err != nil {
 			return err
 		}
@@ -253,7 +275,7 @@ func (l *Library) SubmitLoad(h uint64, b *Batch) (job uint64, err error) {
 		if err != nil {
 			return err
 		}
-		id, err := e.client.SubmitLoad(items)
+		id, err := e.client.SubmitLoadAfter(items, client.Stream(b.Stream))
 		if err != nil {
 			return err
 		}

@@ -74,6 +74,7 @@ class Batch(ctypes.Structure):
         ("layout", c_uint64),
         ("blocks", c_void_p),
         ("offsets", c_void_p),
+        ("stream", c_uint64),
     )
 
 
@@ -162,6 +163,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int32,
         (c_uint64, c_uint32, c_void_p, c_void_p, c_uint64, c_uint32, _U64P),
     ),
+    "maru_register_device_layout": (
+        c_int32,
+        (c_uint64, c_uint32, c_uint32, c_void_p, c_void_p, c_uint64, c_uint32, _U64P),
+    ),
+    "maru_device_info": (c_int32, (c_uint64, c_void_p, c_size_t, POINTER(c_size_t))),
     "maru_unregister_layout": (c_int32, (c_uint64, c_uint64)),
     "maru_store": (c_int32, (c_uint64, c_void_p, c_void_p, c_int64)),
     "maru_load": (c_int32, (c_uint64, c_void_p, c_void_p, c_int64)),

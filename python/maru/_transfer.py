@@ -13,7 +13,7 @@ from . import _lib
 from ._lib import Buffer
 from .keys import DIGEST_BYTES, KEY_BYTES
 
-__all__ = ["Blocks", "Layer", "Memory", "Runs", "batch_of", "codes_of", "count_of"]
+__all__ = ["Blocks", "Device", "Layer", "Memory", "Runs", "batch_of", "codes_of", "count_of", "ordinal_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,26 @@ class Runs:
 
 
 Memory = Union[Blocks, Runs]
+Device = Union[str, int, None]
+
+
+def ordinal_of(device: Device) -> int | None:
+    """The number of a GPU: of "cuda", "cuda:N", N or an object that prints as one of
+    them (torch.device); None for memory of the host.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if device is None:
+        return None
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    kind, _, number = str(device).partition(":")
+    if kind == "cpu":
+        return None
+    if kind == "cuda" and (number.isdecimal() or not number):
+        return int(number or 0)
+    raise ValueError(f"device {device!r}: allowed are None, 'cpu', 'cuda', 'cuda:N' and N")
 
 
 def codes_of(n: int) -> array[int]:
@@ -96,7 +116,7 @@ def count_of(buffer: Buffer, row: int, name: str) -> int:
 
 
 def batch_of(
-    keys: Buffer, memory: Memory, parents: Buffer | None, offsets: array[int] | None
+    keys: Buffer, memory: Memory, parents: Buffer | None, offsets: array[int] | None, stream: int = 0
 ) -> tuple[int, Any, tuple[object, ...]]:
     """Returns the count of items, the batch, and what must live until the call has
     returned."""
@@ -109,7 +129,7 @@ def batch_of(
         raise ValueError(f"offsets must be array('Q') with one item a key, {n} keys")
     if memory.ends.typecode != "Q":
         raise ValueError(f"ends must be array('Q'), not array({memory.ends.typecode!r})")
-    batch = _lib.Batch(struct_bytes=ctypes.sizeof(_lib.Batch), count=n)
+    batch = _lib.Batch(struct_bytes=ctypes.sizeof(_lib.Batch), count=n, stream=stream)
     key_bytes = keys if isinstance(keys, bytes) else bytes(keys)
     parent_bytes = None if parents is None else bytes(parents)
     # A void pointer field does not take bytes: their address comes from c_char_p.

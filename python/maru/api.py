@@ -29,9 +29,9 @@ from typing import Any
 
 from . import _lib
 from ._lib import Buffer
-from ._transfer import Blocks, Layer, Memory, Runs, batch_of, codes_of, count_of
+from ._transfer import Blocks, Device, Layer, Memory, Runs, batch_of, codes_of, count_of, ordinal_of
 from ._views import VIEW, Leases, owner_type_of, release_now, release_views, waiting
-from .errors import Code, InvalidError, error_of
+from .errors import Code, InvalidError, NotFoundError, error_of
 from .keys import KEY_BYTES, OPAQUE_NAMESPACE, Chain, Namespace
 
 __all__ = [
@@ -104,6 +104,8 @@ class ClientConfig:
     views: bool | None = None
     overcommit: bool | None = None
     prefault: bool | None = None
+    device_copy: str | None = None
+    device_staging_bytes: int | None = None
     connect_later: bool | None = None
     hot_connections: int | None = None
     rpc_timeout_ms: int | None = None
@@ -362,9 +364,19 @@ class Client:
 
     # --- transfers ---
 
-    def register_layout(self, layers: Sequence[Layer], block_count: int) -> int:
+    def register_layout(self, layers: Sequence[Layer], block_count: int, device: Device = None) -> int:
         """Makes the tensors of an engine known, so that transfers name block ids. The
-        tensors must stay until :meth:`unregister_layout` or :meth:`close` returned."""
+        tensors must stay until :meth:`unregister_layout` or :meth:`close` returned.
+
+        ``device`` is where they lie: None or "cpu" for memory of the host, else "cuda",
+        "cuda:N" or N as torch counts GPUs in this process. The first layout on a GPU
+        opens it, which takes up to half a second; never while a graph is captured.
+
+        Raises:
+            UnsupportedError: no driver, no such GPU, MPS, runs that are no multiple of 16.
+            InvalidError: memory that is not the device's.
+        """
+        ordinal = ordinal_of(device)
         rows = (_lib.Layer * len(layers))()
         offsets = array("q")
         for row, layer in zip(rows, layers):
@@ -372,49 +384,82 @@ class Client:
             row.run_bytes, row.run_count = layer.run_bytes, len(layer.run_offsets)
             offsets.extend(layer.run_offsets)
         out = c_uint64()
-        self._check(
-            self._lib.maru_register_layout(self._handle, len(layers), rows, _lib.address(offsets), len(offsets), block_count, out)
-        )
+        rest = (len(layers), rows, _lib.address(offsets), len(offsets), block_count, out)
+        if ordinal is None:
+            self._check(self._lib.maru_register_layout(self._handle, *rest))
+        else:
+            self._check(self._lib.maru_register_device_layout(self._handle, ordinal, *rest))
         return out.value
+
+    def device_info(self) -> dict[str, Any] | None:
+        """The GPU of this client's layouts and its counters; None before the first."""
+        try:
+            text = _lib.read_text(self._lib, self._lib.maru_device_info, self._handle)
+        except NotFoundError:
+            return None
+        info: dict[str, Any] = json.loads(text)
+        return info
 
     def unregister_layout(self, layout: int) -> None:
         """Forgets a layout after the last transfer that uses it."""
         self._check(self._lib.maru_unregister_layout(self._handle, layout))
 
-    def store(self, keys: Buffer, source: Memory, parents: Buffer | None = None, timeout: float | None = None) -> array[int]:
+    def store(
+        self,
+        keys: Buffer,
+        source: Memory,
+        parents: Buffer | None = None,
+        timeout: float | None = None,
+        stream: int = 0,
+    ) -> array[int]:
         """Copies objects into the store and publishes them. Codes: OK,
-        ALREADY_STORED, FULL (skipped), UNKNOWN, UNAVAILABLE, FAULT, INVALID."""
-        n, batch, keep = batch_of(keys, source, parents, None)
+        ALREADY_STORED, FULL (skipped), UNKNOWN, UNAVAILABLE, FAULT, INVALID. ``stream``
+        is as of :meth:`submit_store`."""
+        n, batch, keep = batch_of(keys, source, parents, None, stream)
         codes = codes_of(n)
         if n:
             self._check(self._lib.maru_store(self._handle, batch, _lib.address(codes), _ms(timeout)))
         del keep
         return codes
 
-    def load(self, keys: Buffer, target: Memory, offsets: array[int] | None = None, timeout: float | None = None) -> array[int]:
+    def load(
+        self,
+        keys: Buffer,
+        target: Memory,
+        offsets: array[int] | None = None,
+        timeout: float | None = None,
+        stream: int = 0,
+    ) -> array[int]:
         """Copies objects, or parts from ``offsets`` (u64) on, out of the store and
         verifies them. Codes: OK, MISS, CORRUPT, FAULT, INVALID; except with OK the
-        content of the destination is undefined."""
-        n, batch, keep = batch_of(keys, target, None, offsets)
+        content of the destination is undefined. ``stream`` is as of
+        :meth:`submit_store`."""
+        n, batch, keep = batch_of(keys, target, None, offsets, stream)
         codes = codes_of(n)
         if n:
             self._check(self._lib.maru_load(self._handle, batch, _lib.address(codes), _ms(timeout)))
         del keep
         return codes
 
-    def submit_store(self, keys: Buffer, source: Memory, parents: Buffer | None = None) -> int:
+    def submit_store(self, keys: Buffer, source: Memory, parents: Buffer | None = None, stream: int = 0) -> int:
         """Queues a store and returns its job. The memory must stay until the job is
         handed out by :meth:`completed`.
 
+        With a layout on a GPU, ``stream`` is the raw handle of the engine's stream
+        (``torch.cuda.current_stream().cuda_stream``): the copy begins behind what is
+        queued there at this call. 0 is the default stream.
+
         Raises:
             BusyError: ``queue_jobs`` jobs are out.
+            UnsupportedError: the stream is being captured.
         """
-        n, batch, keep = batch_of(keys, source, parents, None)
+        n, batch, keep = batch_of(keys, source, parents, None, stream)
         return self._submit(self._lib.maru_submit_store, n, batch, source, keep)
 
-    def submit_load(self, keys: Buffer, target: Memory, offsets: array[int] | None = None) -> int:
-        """Queues a load and returns its job, as :meth:`submit_store`."""
-        n, batch, keep = batch_of(keys, target, None, offsets)
+    def submit_load(self, keys: Buffer, target: Memory, offsets: array[int] | None = None, stream: int = 0) -> int:
+        """Queues a load and returns its job, as :meth:`submit_store`. When it is handed
+        out, the bytes are in the blocks for whatever is queued afterwards."""
+        n, batch, keep = batch_of(keys, target, None, offsets, stream)
         return self._submit(self._lib.maru_submit_load, n, batch, target, keep)
 
     def _submit(self, function: Any, n: int, batch: Any, memory: Memory, keep: object) -> int:

@@ -58,7 +58,7 @@ static void layout(void) {
   FIELD(maru_layer, run_count); FIELD(maru_layer, reserved);
   SIZE(maru_batch); FIELD(maru_batch, struct_bytes); FIELD(maru_batch, count); FIELD(maru_batch, keys);
   FIELD(maru_batch, parents); FIELD(maru_batch, ends); FIELD(maru_batch, runs); FIELD(maru_batch, layout);
-  FIELD(maru_batch, blocks); FIELD(maru_batch, offsets);
+  FIELD(maru_batch, blocks); FIELD(maru_batch, offsets); FIELD(maru_batch, stream);
 }
 
 static maru_handle open_client(const char *server, const char *instance, int32_t *status) {

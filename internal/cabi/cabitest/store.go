@@ -96,6 +96,7 @@ type Client struct {
 		pins     map[base.Key][]uint64
 		last     uint64
 		layouts  map[client.LayoutID]client.Layout
+		device   map[client.LayoutID]bool
 		jobs     map[client.JobID][]base.Code
 		done     []client.JobID
 		bytes    uint64
@@ -124,6 +125,7 @@ func (s *Store) Open(_ context.Context, cfg client.Config) (cabi.Client, error) 
 	c.mu.exported = make(map[base.RegionID]int)
 	c.mu.pins = make(map[base.Key][]uint64)
 	c.mu.layouts = make(map[client.LayoutID]client.Layout)
+	c.mu.device = map[client.LayoutID]bool{}
 	c.mu.jobs = make(map[client.JobID][]base.Code)
 	if cfg.Role == base.RoleWorker && cfg.RegionBytes+cfg.CXLBytes+cfg.CPUBytes > 0 {
 		if err := c.expand(max(cfg.RegionBytes, cfg.CPUBytes)); err != nil {

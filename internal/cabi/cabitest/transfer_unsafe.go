@@ -11,6 +11,7 @@ import (
 
 	"github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/gpu/engine"
 )
 
 // RegisterLayout keeps a layout.
@@ -24,6 +25,43 @@ func (c *Client) RegisterLayout(l client.Layout) (client.LayoutID, error) {
 	c.mu.layouts[client.LayoutID(c.mu.last)] = l
 	return client.LayoutID(c.mu.last), nil
 }
+
+// RegisterDeviceLayout keeps a layout whose device is memory of the host.
+func (c *Client) RegisterDeviceLayout(l client.Layout, ordinal int) (client.LayoutID, error) {
+	if ordinal != 0 {
+		return 0, fmt.Errorf("%w: GPU %d", base.ErrUnsupported, ordinal)
+	}
+	id, err := c.RegisterLayout(l)
+	if err == nil {
+		c.store.mu.Lock()
+		defer c.store.mu.Unlock()
+		c.mu.device[id] = true
+	}
+	return id, err
+}
+
+// DeviceInfo says that there is a device once a layout is on it.
+func (c *Client) DeviceInfo() (engine.Info, engine.Stats, bool) {
+	c.store.mu.Lock()
+	defer c.store.mu.Unlock()
+	return engine.Info{Name: "fake", DriverVersion: 13000}, engine.Stats{}, len(c.mu.device) > 0
+}
+
+// order refuses a stream without a device layout, and CapturedStream with one.
+func (c *Client) order(id client.LayoutID, s client.Stream) error {
+	c.store.mu.Lock()
+	defer c.store.mu.Unlock()
+	switch on := c.mu.device[id]; {
+	case !on && s != 0:
+		return fmt.Errorf("%w: stream %#x, and memory of the host", base.ErrInvalid, uint64(s))
+	case s == CapturedStream:
+		return fmt.Errorf("%w: the stream is being captured", base.ErrUnsupported)
+	}
+	return nil
+}
+
+// CapturedStream is always being captured.
+const CapturedStream client.Stream = 0xca
 
 // UnregisterLayout forgets it.
 func (c *Client) UnregisterLayout(id client.LayoutID) error {
@@ -131,8 +169,27 @@ func (c *Client) loadOne(it client.LoadItem) error {
 	return nil
 }
 
-// SubmitStore runs at once and is handed out later.
-func (c *Client) SubmitStore(items []client.StoreItem) (client.JobID, error) {
+// StoreAfter is Store.
+func (c *Client) StoreAfter(ctx context.Context, items []client.StoreItem, codes []base.Code, s client.Stream) error {
+	if err := c.order(items[0].Layout, s); err != nil {
+		return err
+	}
+	return c.Store(ctx, items, codes)
+}
+
+// LoadAfter is Load.
+func (c *Client) LoadAfter(ctx context.Context, items []client.LoadItem, codes []base.Code, s client.Stream) error {
+	if err := c.order(items[0].Layout, s); err != nil {
+		return err
+	}
+	return c.Load(ctx, items, codes)
+}
+
+// SubmitStoreAfter runs at once and is handed out later.
+func (c *Client) SubmitStoreAfter(items []client.StoreItem, s client.Stream) (client.JobID, error) {
+	if err := c.order(items[0].Layout, s); err != nil {
+		return 0, err
+	}
 	codes := make([]base.Code, len(items))
 	if err := c.Store(context.Background(), items, codes); err != nil {
 		return 0, err
@@ -140,8 +197,11 @@ func (c *Client) SubmitStore(items []client.StoreItem) (client.JobID, error) {
 	return c.finished(codes)
 }
 
-// SubmitLoad is the same for a load.
-func (c *Client) SubmitLoad(items []client.LoadItem) (client.JobID, error) {
+// SubmitLoadAfter is the same for a load.
+func (c *Client) SubmitLoadAfter(items []client.LoadItem, s client.Stream) (client.JobID, error) {
+	if err := c.order(items[0].Layout, s); err != nil {
+		return 0, err
+	}
 	codes := make([]base.Code, len(items))
 	if err := c.Load(context.Background(), items, codes); err != nil {
 		return 0, err

@@ -1,0 +1,231 @@
+package engine
+
+// Run is a range of device memory.
+type Run struct {
+	Address uint64
+	Bytes   uint64
+}
+
+// Object is what a transfer moves between one range of host memory and runs.
+//
+// Ownership: Host and Runs are the caller's and must stay as they are until the transfer
+// has ended; the results are the caller's then.
+type Object struct {
+	// Host is whole pieces of a value: it begins at a border of pieces, and ends at one or
+	// at the value's end.
+	Host []byte
+	// Mapped says how the device reaches Host.
+	Mapped Mapped
+	// SkipBytes and SizeBytes are what of Host the runs take. The rest is only hashed. Of a
+	// save they are 0 and len(Host).
+	SkipBytes, SizeBytes uint64
+	PieceBytes           uint64
+	Seed                 uint64
+	Runs                 []Run
+
+	// Results.
+
+	// Leaves has the hash of every piece of Host, in order, when Err is nil.
+	Leaves []uint64
+	// Err: the object was not moved, or nobody knows. ErrFault.
+	Err error
+	// Running, only with Err: the device was lost and may still write to Host (save) or to
+	// the runs (load), as long as this process lives.
+	Running bool
+}
+
+// Mapped says how the device reaches host memory.
+type Mapped uint8
+
+// Ways to host memory.
+const (
+	Bounced    Mapped = iota // through a registered buffer of the lane
+	Registered               // by itself: it lies in one registration
+)
+
+// Transfer is a batch of objects in one direction.
+type Transfer struct {
+	Direction Direction
+	After     Event // of Engine.Record; 0: nothing to wait for
+	Objects   []Object
+
+	done chan struct{}
+	// Of the lane.
+	at      cursor
+	pending int // chunks in flight
+	failed  error
+}
+
+// cursor is how far a transfer is cut into chunks.
+type cursor struct {
+	object  int
+	host    uint64 // bytes of Host
+	run     int
+	runByte uint64
+}
+
+func (t *Transfer) cut() bool { return t.at.object == len(t.Objects) }
+
+// fail ends the cutting; what is in flight is waited for.
+func (t *Transfer) fail(err error) {
+	if t.failed == nil {
+		t.failed = err
+	}
+	t.at.object = len(t.Objects)
+	for i := range t.Objects {
+		t.Objects[i].Err = t.failed
+	}
+}
+
+// span is the part of an object that a chunk has.
+type span struct {
+	object     int
+	firstPiece int // of the slot
+	pieceCount int
+	hostFrom   uint64
+	hostTo     uint64
+	stageFrom  uint64 // relative to the slot's stage
+}
+
+// chunk is what one slot has in flight.
+type chunk struct {
+	t      *Transfer
+	launch Launch
+	spans  []span
+	failed error // the launch was started in part
+}
+
+// stageAlignBytes is what objects in a stage begin at a multiple of.
+const stageAlignBytes = 512
+
+// wayOf decides how an object moves. Only whole pieces within one run can be hashed where
+// they lie.
+func (o *Object) wayOf(rule Rule, directRunBytes uint64) Way {
+	if rule == AlwaysStaged || o.Mapped == Bounced || o.SkipBytes != 0 || o.SizeBytes != uint64(len(o.Host)) {
+		return Staged
+	}
+	for _, r := range o.Runs {
+		if r.Bytes%o.PieceBytes != 0 || rule == Auto && r.Bytes < directRunBytes {
+			return Staged
+		}
+	}
+	return Direct
+}
+
+// fill cuts the next chunk of t into a slot. bounce is the slot's, or nil when no object
+// needs one; needBounce reports that the next object does and there is none: call again
+// with one. It returns false when there is nothing left.
+func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunBytes uint64, bounce []byte) (filled, needBounce bool) {
+	c.t, c.spans, c.failed = t, c.spans[:0], nil
+	c.launch = Launch{Direction: t.Direction, After: t.After}
+	var stage uint64
+	tails := 0
+	for t.at.object < len(t.Objects) {
+		obj := &t.Objects[t.at.object]
+		way := obj.wayOf(rule, directRunBytes)
+		if len(c.spans) > 0 && way != c.launch.Way {
+			return true, false
+		}
+		if obj.Mapped == Bounced && bounce == nil {
+			return len(c.spans) > 0, len(c.spans) == 0
+		}
+		c.launch.Way = way
+		stage = (stage + stageAlignBytes - 1) &^ (stageAlignBytes - 1)
+		sp := span{object: t.at.object, firstPiece: c.launch.Pieces, hostFrom: t.at.host, hostTo: t.at.host, stageFrom: stage}
+		full := false
+		firstCopy := c.launch.Copies
+		for t.at.host < uint64(len(obj.Host)) {
+			n := min(obj.PieceBytes, uint64(len(obj.Host))-t.at.host)
+			if stage+n > o.StageBytes || c.launch.Pieces == o.PieceCount || n <= ShortBytes && tails == TailCount ||
+				c.launch.Copies >= o.CopyCount-1 {
+				full = true
+				break
+			}
+			if !c.piece(obj, s, o, stage, n, &tails) {
+				full = true
+				break
+			}
+			c.copy(obj, s, firstCopy, stage, n, bounce)
+			stage += n
+			t.at.host += n
+		}
+		sp.hostTo, sp.pieceCount = t.at.host, c.launch.Pieces-sp.firstPiece
+		if sp.pieceCount > 0 {
+			c.spans = append(c.spans, sp)
+		}
+		if full {
+			return true, false
+		}
+		t.at = cursor{object: t.at.object + 1}
+	}
+	return len(c.spans) > 0, false
+}
+
+// piece adds the piece of n bytes at the cursor. It returns false, with nothing changed,
+// when the fragments do not fit.
+func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tails *int) bool {
+	at := &c.t.at
+	p := &s.Pieces[c.launch.Pieces]
+	*p = Piece{Stage: s.StageAddress + stage, Seed: obj.Seed, Bytes: uint32(n), First: uint32(c.launch.Fragments)} //nolint:gosec // bounded
+	from, to := max(at.host, obj.SkipBytes), min(at.host+n, obj.SkipBytes+obj.SizeBytes)
+	run, runByte, fragments := at.run, at.runByte, c.launch.Fragments
+	for b := from; b < to; {
+		r := &obj.Runs[run]
+		k := min(to-b, r.Bytes-runByte)
+		if k == n { // the whole piece in one run
+			p.Address = r.Address + runByte
+		} else {
+			if fragments == o.FragmentCount {
+				return false
+			}
+			s.Fragments[fragments] = Fragment{
+				Address: r.Address + runByte, Stage: s.StageAddress + stage + (b - at.host), Bytes: uint32(k), //nolint:gosec // bounded
+			}
+			fragments++
+		}
+		b += k
+		if runByte += k; runByte == r.Bytes {
+			run, runByte = run+1, 0
+		}
+	}
+	if p.Address == 0 {
+		p.Count = uint32(fragments - c.launch.Fragments) //nolint:gosec // bounded
+		if p.Count == 0 {                                // only hashed: no fragment, and not whole either
+			p.Count, p.First = 1, uint32(fragments) //nolint:gosec // bounded
+			if fragments == o.FragmentCount {
+				return false
+			}
+			s.Fragments[fragments] = Fragment{Address: p.Stage, Stage: p.Stage}
+			fragments++
+		}
+	}
+	if n <= ShortBytes {
+		*tails++
+		p.Tail = uint32(*tails) //nolint:gosec // bounded
+	}
+	at.run, at.runByte = run, runByte
+	c.launch.Fragments = fragments
+	c.launch.Pieces++
+	return true
+}
+
+// copy adds the piece's bytes to the copies: to the last one of the same object when
+// both sides go on there.
+func (c *chunk) copy(obj *Object, s *Slot, firstCopy int, stage, n uint64, bounce []byte) {
+	host := addressOf(obj.Host) + c.t.at.host
+	if obj.Mapped == Bounced {
+		host = addressOf(bounce) + stage
+	}
+	device := s.StageAddress + stage
+	if c.launch.Way == Direct {
+		device = s.Pieces[c.launch.Pieces-1].Address
+	}
+	if c.launch.Copies > firstCopy {
+		if last := &s.Copies[c.launch.Copies-1]; last.Host+last.Bytes == host && last.Device+last.Bytes == device {
+			last.Bytes += n
+			return
+		}
+	}
+	s.Copies[c.launch.Copies] = Copy{Host: host, Device: device, Bytes: n}
+	c.launch.Copies++
+}
