@@ -58,18 +58,15 @@ func (d *Directory) Acquire(now time.Duration, who Caller, req *hot.AcquireReque
 		d.recycleRows(rec)
 		return dst, 0, limitErr("max-leases", d.cfg.Limits.MaxLeases, fmt.Sprintf("acquire: the session has %d leases and asks for %d more", s.leases, wanted))
 	}
-	for _, ref := range rec.rows {
-		if ref < firstObject {
+	dst = slices.Grow(dst, len(rec.rows)*hot.AcquireRowBytes)
+	for i := 0; i < len(rec.rows); {
+		if ref := rec.rows[i]; ref < firstObject {
 			dst = hot.AppendAcquireRow(dst, &hot.AcquireRow{Verdict: hot.Verdict(ref)}) //nolint:gosec // a verdict
 			d.counters.Misses++
+			i++
 			continue
 		}
-		r := d.store.replica(ref)
-		g := d.regions[r.region]
-		d.lease(s, g, r, req.Kind)
-		g.lastRead = now
-		dst = d.appendRow(dst, g, r)
-		d.counters.Hits++
+		dst, i = d.leaseRun(now, s, rec, i, dst)
 	}
 	rec.left = wanted
 	if wanted > 0 {
@@ -79,6 +76,28 @@ func (d *Directory) Acquire(now time.Duration, who Caller, req *hot.AcquireReque
 	// that the client gave up, must not lease what nobody would release.
 	s.addOperation(&operation{seq: req.Sequence, kind: opAcquire, rows: len(rec.rows), epoch: s.epoch, session: s, record: rec})
 	return dst, rec.manifests, nil
+}
+
+// leaseRun leases the rows from first on that lie in one region, appends their
+// answers and returns the index behind them. The counts of the region and of the
+// session rise once for all.
+func (d *Directory) leaseRun(now time.Duration, s *session, rec *leaseRecord, first int, dst []byte) ([]byte, int) {
+	slot := d.store.replica(rec.rows[first]).region
+	g := d.regions[slot]
+	i := first
+	for ; i < len(rec.rows) && rec.rows[i] >= firstObject; i++ {
+		r := d.store.replica(rec.rows[i])
+		if r.region != slot {
+			break
+		}
+		r.lease(rec.kind)
+		dst = d.appendRow(dst, g, r)
+	}
+	leased := i - first
+	d.countLeases(s, g, rec.kind, leased)
+	g.lastRead = now
+	d.counters.Hits += uint64(leased) //nolint:gosec // positive
+	return dst, i
 }
 
 func (d *Directory) checkAcquire(s *session, req *hot.AcquireRequest) error {
@@ -109,19 +128,17 @@ func (d *Directory) selectRows(now time.Duration, s *session, req *hot.AcquireRe
 	ns := uint32(s.ns.number)
 	keys := req.Keys.Len()
 	var b block
+	from := d.reader(now, s)
 	wanted, manifest, inManifest, whole, run := 0, 0, 0, true, true
 	left := 0
 	if req.ManifestCount() > 0 {
 		left = req.ManifestSize(0)
 	}
-	for from := 0; from < keys; from += blockKeys {
-		b.n = min(blockKeys, keys-from)
+	for at := 0; at < keys; at += blockKeys {
+		b.expand(req.Keys[at*base.KeyBytes:], min(blockKeys, keys-at), 0)
+		d.store.lookup(ns, &b, toLease)
 		for i := range b.n {
-			b.key[i] = keyWords(req.Keys[(from+i)*base.KeyBytes:])
-		}
-		d.store.lookup(ns, &b)
-		for i := range b.n {
-			ref := d.selectReplica(now, s, b.object[i])
+			ref, _ := from.pick(b.object[i])
 			if ref == 0 {
 				ref, whole = uint32(hot.Miss), false
 			}
@@ -181,17 +198,22 @@ func (d *Directory) repeatAcquire(dst []byte, rec *leaseRecord) ([]byte, uint32,
 	return dst, rec.manifests, nil
 }
 
-// lease counts one lease in (R4).
-func (d *Directory) lease(s *session, g *region, r *replica, kind base.LeaseKind) {
+// lease counts one lease of a replica in (R4); countLeases counts it in the sums.
+func (r *replica) lease(kind base.LeaseKind) {
 	if kind == base.LeaseView {
 		r.views++
-		g.views++
 	} else {
 		r.copies++
 	}
-	g.leases++
-	g.pool.leases++
-	s.leases++
+}
+
+func (d *Directory) countLeases(s *session, g *region, kind base.LeaseKind, count int) {
+	if kind == base.LeaseView {
+		g.views += count
+	}
+	g.leases += count
+	g.pool.leases += uint64(count) //nolint:gosec // positive
+	s.leases += count
 }
 
 // unlease counts one lease out.

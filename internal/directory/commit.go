@@ -60,7 +60,7 @@ func (d *Directory) Commit(now time.Duration, who Caller, req *hot.CommitRequest
 		for i := range b.n {
 			b.key[i] = keyWords(req.Rows[(from+i)*hot.CommitRowBytes:])
 		}
-		d.store.lookup(ns, &b)
+		d.store.lookup(ns, &b, toLease)
 		for i := range b.n {
 			row := req.Rows.At(from + i)
 			op.commit = append(op.commit, d.commitRow(now, s, &row, ns, &b.key[i], b.object[i]))

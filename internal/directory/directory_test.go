@@ -307,7 +307,7 @@ func TestTableAgainstMap(t *testing.T) {
 			k := testKey(from + uint64(i)) //nolint:gosec // positive
 			b.key[i] = keyWords(k[:])
 		}
-		st.lookup(7, &b)
+		st.lookup(7, &b, toProbe)
 		for i := range b.n {
 			if want := model[from+uint64(i)]; b.object[i] != want { //nolint:gosec // positive
 				t.Fatalf("key %d: batch found %d, model %d", from+uint64(i), b.object[i], want) //nolint:gosec // positive

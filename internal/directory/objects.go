@@ -30,29 +30,38 @@ const (
 )
 
 // replica is one copy of an object. It holds no pointer: the slabs it lies in are
-// not seen by the garbage collector.
+// not seen by the garbage collector. Its first 24 bytes are what a probe reads.
 type replica struct {
+	lengthState uint64 // length u40 << 8 | replicaState
+	region      uint32 // slot of the region
+	next        uint32 // next replica of the object, or of the free list
+	page        uint32
+	object      uint32
 	generation  base.Generation
 	order       base.CommitOrder
 	checksum    uint64
-	lengthState uint64 // length u40 << 8 | replicaState
-	region      uint32 // slot of the region
-	page        uint32
-	next        uint32 // next replica of the object, or of the free list
-	object      uint32
 	copies      uint32 // copy leases
 	views       uint32 // view leases
 	requests    uint32 // request leases
 	_           uint32
 }
 
-// object is 128 bytes, two cache lines: what a lookup compares, and its first
-// replica.
+// object is 128 bytes, two cache lines. The first has all that a probe needs: what a
+// lookup compares, and of the first replica where it lies and whether it is READY.
+// The parent's digest fills what is left of both.
 type object struct {
-	key       words
-	parent    base.Digest
-	namespace uint32
-	first     replica // state replicaFree while only further replicas exist
+	key        words
+	namespace  uint32
+	parentHead uint32
+	first      replica // state replicaFree while only further replicas exist
+	parentTail [3]uint64
+}
+
+func (e *object) setParent(p *base.Digest) {
+	e.parentHead = le.Uint32(p[:])
+	for i := range e.parentTail {
+		e.parentTail[i] = le.Uint64(p[4+8*i:])
+	}
 }
 
 // replicaRef names a replica: an object's number for its first replica, or
@@ -252,7 +261,8 @@ func (st *store) insert(ns uint32, w *words, found uint32, parent *base.Digest, 
 			return 0, err
 		}
 		e := &st.objects[o]
-		e.key, e.namespace, e.parent = *w, ns, *parent
+		e.key, e.namespace = *w, ns
+		e.setParent(parent)
 		r.object, r.next = o, 0
 		e.first = r
 		st.segments[segmentOf(hash)].put(tagOf(hash)<<32 | uint64(o))

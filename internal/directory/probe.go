@@ -37,10 +37,10 @@ func (d *Directory) probe(now time.Duration, s *session, req *hot.ProbeRequest, 
 		return dst, 0, fmt.Errorf("%w: probe: %d keys of %d shards; at most %d keys and %d in all", base.ErrLimit, keys, shards, hot.MaxKeys, hot.MaxExpandedKeys)
 	}
 	// Targets of usual engines lie on the stack.
-	var few [32]*session
-	targets := few[:0]
+	var few [16]reader
+	readers := few[:0]
 	if shards > len(few) {
-		targets = make([]*session, 0, shards)
+		readers = make([]reader, 0, shards)
 	}
 	reachable := true
 	for i := range shards {
@@ -49,15 +49,15 @@ func (d *Directory) probe(now time.Duration, s *session, req *hot.ProbeRequest, 
 			reachable = false
 			break
 		}
-		targets = append(targets, t)
+		readers = append(readers, d.reader(now, t))
 	}
 	if shards == 0 {
-		targets = append(targets, s)
+		readers = append(readers, d.reader(now, s))
 	}
 	start := len(dst)
 	leading := uint32(0)
 	if reachable {
-		dst, leading = d.probeBlocks(now, s, targets, req, dst, kept)
+		dst, leading = d.probeBlocks(readers, req, dst, kept)
 	}
 	for n := len(dst) - start; n < keys; n++ {
 		v := hot.Miss
@@ -71,96 +71,154 @@ func (d *Directory) probe(now time.Duration, s *session, req *hot.ProbeRequest, 
 
 // probeBlocks looks keys up a block at a time. In a prefix it stops after the block
 // with the first key that is no hit.
-func (d *Directory) probeBlocks(now time.Duration, s *session, targets []*session, req *hot.ProbeRequest, dst []byte, kept *[]replicaRef) ([]byte, uint32) {
+func (d *Directory) probeBlocks(readers []reader, req *hot.ProbeRequest, dst []byte, kept *[]replicaRef) ([]byte, uint32) {
 	keys, shards := req.Keys.Len(), req.TargetCount()
 	perBlock := max(1, blockKeys/max(1, shards))
 	leading, run := uint32(0), true
-	ns := uint32(s.ns.number)
+	ns := uint32(readers[0].session.ns.number)
 	var b block
 	for from := 0; from < keys; from += perBlock {
+		packed := req.Keys[from*base.KeyBytes:]
 		n := min(perBlock, keys-from)
+		if shards <= blockKeys {
+			// All shards of all keys of this block in one lookup.
+			b.expand(packed, n, shards)
+			d.store.lookup(ns, &b, toProbe)
+		}
 		for k := range n {
-			verdict := hot.Verdict(0)
-			if shards <= blockKeys && k == 0 {
-				// All shards of all keys of this block in one lookup.
-				b.n = 0
-				for j := range n {
-					w := keyWords(req.Keys[(from+j)*base.KeyBytes:])
-					if shards == 0 {
-						b.key[b.n] = w
-						b.n++
-					}
-					for shard := range shards {
-						b.key[b.n] = w.withShard(uint16(shard)) //nolint:gosec // at most hot.MaxShards
-						b.n++
-					}
-				}
-				d.store.lookup(ns, &b)
-			}
-			mark := 0
-			if kept != nil {
-				mark = len(*kept)
-			}
-			medium, hit := base.MediumNone, true
-			for i, t := range targets {
-				var o uint32
-				if shards <= blockKeys {
-					o = b.object[k*len(targets)+i]
-				} else {
-					w := keyWords(req.Keys[(from+k)*base.KeyBytes:]).withShard(uint16(i)) //nolint:gosec // at most hot.MaxShards
-					o = d.store.find(ns, &w)
-				}
-				ref := d.selectReplica(now, t, o)
-				if ref == 0 {
-					hit = false
-					break
-				}
-				medium = max(medium, d.regions[d.store.replica(ref).region].pool.info.Medium)
-				if kept != nil {
-					*kept = append(*kept, ref)
-				}
-			}
+			var medium base.Medium
 			switch {
-			case hit:
-				verdict = hot.MakeHit(medium)
-			case kept != nil:
-				*kept = (*kept)[:mark]
+			case shards == 0 && kept == nil:
+				_, medium = readers[0].pick(b.object[k])
+			case shards <= blockKeys:
+				medium = pickAll(readers, b.object[k*len(readers):], kept)
+			default:
+				medium = d.pickWide(readers, ns, packed[k*base.KeyBytes:], kept)
 			}
-			dst = append(dst, byte(verdict))
-			if hit && run {
-				leading++
+			if medium == base.MediumNone {
+				dst = append(dst, byte(hot.Miss))
+				run = false
+				if req.Mode == hot.ModePrefix {
+					return dst, leading
+				}
 				continue
 			}
-			run = run && hit
-			if !run && req.Mode == hot.ModePrefix {
-				return dst, leading
+			dst = append(dst, byte(hot.MakeHit(medium)))
+			if run {
+				leading++
 			}
 		}
 	}
 	return dst, leading
 }
 
-// selectReplica picks the replica of an object that the session reads: of those that
-// it can reach the one whose medium its read order prefers (POL-02, POL-05). 0 is
-// none.
-func (d *Directory) selectReplica(now time.Duration, s *session, o uint32) replicaRef {
-	if o == 0 {
-		return 0
+// pickAll is the slowest medium of a key's objects, one for each reader, when all of
+// them are readable, else MediumNone. The replicas of a hit are appended to kept.
+func pickAll(readers []reader, objects []uint32, kept *[]replicaRef) base.Medium {
+	mark := 0
+	if kept != nil {
+		mark = len(*kept)
 	}
-	best, bestRank := replicaRef(0), 0
-	for ref := d.store.firstOf(o); ref != 0; {
-		r := d.store.replica(ref)
+	slowest := base.MediumNone
+	for i := range readers {
+		ref, m := readers[i].pick(objects[i])
+		if ref == 0 {
+			if kept != nil {
+				*kept = (*kept)[:mark]
+			}
+			return base.MediumNone
+		}
+		slowest = max(slowest, m)
+		if kept != nil {
+			*kept = append(*kept, ref)
+		}
+	}
+	return slowest
+}
+
+// pickWide is pickAll for a key of more shards than a block has room for.
+func (d *Directory) pickWide(readers []reader, ns uint32, key []byte, kept *[]replicaRef) base.Medium {
+	objects := make([]uint32, len(readers))
+	for i := range readers {
+		w := keyWords(key).withShard(uint16(i)) //nolint:gosec // at most hot.MaxShards
+		objects[i] = d.store.find(ns, &w)
+	}
+	return pickAll(readers, objects, kept)
+}
+
+// expand fills a block with the first n packed keys; with shards, with all shards of
+// each.
+func (b *block) expand(keys []byte, n, shards int) {
+	b.n = n * max(1, shards)
+	for i := range n {
+		w := keyWords(keys[i*base.KeyBytes:])
+		if shards == 0 {
+			b.key[i] = w
+			continue
+		}
+		for shard := range shards {
+			b.key[i*shards+shard] = w.withShard(uint16(shard)) //nolint:gosec // at most hot.MaxShards
+		}
+	}
+}
+
+// reader picks replicas for one session. It remembers what it found of the last
+// region, since keys that are asked for together were mostly stored together; so it
+// is good for one call only, under one hold of the lock.
+type reader struct {
+	directory *Directory
+	session   *session
+	now       time.Duration
+	slot      uint32
+	medium    base.Medium // of the region in slot; MediumNone: out of reach
+	known     bool
+}
+
+func (d *Directory) reader(now time.Duration, s *session) reader {
+	return reader{directory: d, session: s, now: now}
+}
+
+// reach is the medium of a region whose READY replicas the session reads, MediumNone
+// when it does not.
+func (x *reader) reach(slot uint32) base.Medium {
+	if x.known && x.slot == slot {
+		return x.medium
+	}
+	x.slot, x.known, x.medium = slot, true, base.MediumNone
+	if g := x.directory.regions[slot]; g.visible(x.now) && x.session.readable(g) {
+		x.medium = g.pool.info.Medium
+	}
+	return x.medium
+}
+
+// pick is the replica of an object that the session reads, and its medium: of those
+// that it can reach the one whose medium its read order prefers (POL-02, POL-05). 0
+// is none.
+func (x *reader) pick(o uint32) (replicaRef, base.Medium) {
+	if o == 0 {
+		return 0, base.MediumNone
+	}
+	st := x.directory.store
+	if f := &st.objects[o].first; f.next == 0 {
+		// Nearly every object: one replica.
+		if f.state() == replicaReady {
+			if m := x.reach(f.region); m != base.MediumNone {
+				return o, m
+			}
+		}
+		return 0, base.MediumNone
+	}
+	best, bestMedium, bestRank := replicaRef(0), base.MediumNone, 0
+	for ref := st.firstOf(o); ref != 0; {
+		r := st.replica(ref)
 		if r.state() == replicaReady {
-			if g := d.regions[r.region]; g.visible(now) && s.readable(g) {
-				if r.next == 0 && best == 0 {
-					return ref
-				}
-				if rank := s.readOrder.Rank(g.pool.info.Medium); best == 0 || rank < bestRank {
-					best, bestRank = ref, rank
+			if m := x.reach(r.region); m != base.MediumNone {
+				if rank := x.session.readOrder.Rank(m); best == 0 || rank < bestRank {
+					best, bestMedium, bestRank = ref, m, rank
 				}
 			}
 		}
 		ref = r.next
 	}
-	return best
+	return best, bestMedium
 }

@@ -465,6 +465,7 @@ func (d *Directory) relistLease(s *session, l *hot.RelistLease) error {
 	}
 	rec.rows[l.Index] = ref
 	rec.left++
-	d.lease(s, g, d.store.replica(ref), l.Kind)
+	d.store.replica(ref).lease(l.Kind)
+	d.countLeases(s, g, l.Kind, 1)
 	return nil
 }

@@ -194,33 +194,40 @@ type block struct {
 	object [blockKeys]uint32 // result: 0 is none
 }
 
-// lookup finds the objects of a block's first n keys. Each pass is a loop of
-// independent loads without a branch on what they bring: the processor has many
-// of them in flight, where a lookup key by key waits for one after the other.
-func (st *store) lookup(ns uint32, b *block) {
+// purpose is what a lookup is made for: how much of an object it fetches.
+type purpose uint8
+
+const (
+	toProbe purpose = iota // the first line
+	toLease                // the whole object
+)
+
+// lookup finds the objects of a block's first n keys: three passes, each of which
+// works on what the one before it has asked the memory for.
+func (st *store) lookup(ns uint32, b *block, why purpose) {
 	n := b.n
+	var home [blockKeys]uint32
 	for i := range n {
-		b.hash[i] = hashKey(st.seed, ns, &b.key[i])
+		h := hashKey(st.seed, ns, &b.key[i])
+		s := st.segments[segmentOf(h)].slots
+		at := homeOf(tagOf(h), len(s))
+		b.hash[i], home[i] = h, uint32(at) //nolint:gosec // below maxSegmentSlots
+		prefetchSlot(&s[at])
 	}
-	// First the home slots.
-	var slot [blockKeys]uint64
+	// The object that the probe sequence offers first, by tag alone.
 	for i := range n {
-		s := &st.segments[segmentOf(b.hash[i])]
-		slot[i] = s.slots[homeOf(tagOf(b.hash[i]), len(s.slots))]
-	}
-	// Then the object that the probe sequence offers first, by tag alone; its line
-	// is loaded without waiting for the comparison.
-	var touched uint64
-	for i := range n {
-		v := slot[i]
-		tag := tagOf(b.hash[i])
-		if v != 0 && v>>32 != tag {
-			v = st.nextTag(b.hash[i], tag)
+		s := st.segments[segmentOf(b.hash[i])].slots
+		v := s[home[i]]
+		if tag := tagOf(b.hash[i]); v != 0 && v>>32 != tag {
+			v = nextTag(s, int(home[i]), tag)
 		}
-		b.object[i] = uint32(v) //nolint:gosec // low half
-		// Both lines of the object: the key is compared next, the replica read after.
-		o := &st.objects[uint32(v)]
-		touched += o.key[0] + uint64(o.first.generation)
+		o := uint32(v) //nolint:gosec // low half
+		b.object[i] = o
+		if why == toProbe {
+			prefetchHead(&st.objects[o])
+		} else {
+			prefetchObject(&st.objects[o])
+		}
 	}
 	for i := range n {
 		o := b.object[i]
@@ -232,24 +239,16 @@ func (st *store) lookup(ns uint32, b *block) {
 			b.object[i] = st.findHashed(b.hash[i], ns, &b.key[i])
 		}
 	}
-	st.sink(touched)
 }
 
-// sink keeps the early loads of lookup alive without writing to shared memory.
-//
-//go:noinline
-func (st *store) sink(uint64) {}
-
-func (st *store) nextTag(hash, tag uint64) uint64 {
-	slots := st.segments[segmentOf(hash)].slots
-	i := homeOf(tag, len(slots))
+// nextTag is the first slot value behind slot i with the tag, 0 for none.
+func nextTag(slots []uint64, i int, tag uint64) uint64 {
 	for {
-		v := slots[i]
-		if v == 0 || v>>32 == tag {
-			return v
-		}
 		if i++; i == len(slots) {
 			i = 0
+		}
+		if v := slots[i]; v == 0 || v>>32 == tag {
+			return v
 		}
 	}
 }

@@ -1,6 +1,10 @@
 package hot
 
-import "github.com/xcena-dev/maru/internal/base"
+import (
+	"slices"
+
+	"github.com/xcena-dev/maru/internal/base"
+)
 
 // AcquireRequest asks for leases. A manifest is all the keys of one chunk that
 // this worker needs: it is leased whole or not at all (RPC-09). Manifests are
@@ -101,15 +105,19 @@ func (r AcquireRows) At(i int) AcquireRow {
 
 // AppendAcquireRow packs one row.
 func AppendAcquireRow(dst []byte, r *AcquireRow) []byte {
-	dst = append(dst, byte(r.Verdict), 0, 0, 0)
-	dst = le.AppendUint32(dst, r.Pool)
-	dst = le.AppendUint32(dst, uint32(r.Region))
-	dst = append(dst, zeros[:4]...)
-	dst = le.AppendUint64(dst, r.Offset)
-	dst = le.AppendUint64(dst, r.Length)
-	dst = le.AppendUint64(dst, uint64(r.Generation))
-	dst = le.AppendUint64(dst, r.Checksum)
-	return le.AppendUint64(dst, uint64(r.Order))
+	// Grown once: a batch has thousands of rows, and this runs under the server's lock.
+	n := len(dst)
+	dst = slices.Grow(dst, AcquireRowBytes)[:n+AcquireRowBytes]
+	b := (*[AcquireRowBytes]byte)(dst[n:])
+	le.PutUint32(b[0:], uint32(r.Verdict))
+	le.PutUint32(b[4:], r.Pool)
+	le.PutUint64(b[8:], uint64(r.Region)) // and four reserved bytes
+	le.PutUint64(b[16:], r.Offset)
+	le.PutUint64(b[24:], r.Length)
+	le.PutUint64(b[32:], uint64(r.Generation))
+	le.PutUint64(b[40:], r.Checksum)
+	le.PutUint64(b[48:], uint64(r.Order))
+	return dst
 }
 
 // AcquireAnswer has a row for each key up to the stop. A lease is named by the
@@ -122,10 +130,22 @@ type AcquireAnswer struct {
 // AppendAcquireAnswer appends the whole frame.
 func AppendAcquireAnswer(dst []byte, id uint64, m *AcquireAnswer) []byte {
 	start := len(dst)
-	dst = appendOK(dst, OpAcquire, id)
-	dst = le.AppendUint32(dst, m.Manifests)
-	dst = le.AppendUint32(dst, uint32(m.Rows.Len())) //nolint:gosec // at most MaxKeys
-	dst = append(dst, m.Rows...)
+	dst = append(BeginAcquireAnswer(dst, id), m.Rows...)
+	return FinishAcquireAnswer(dst, start, m.Manifests)
+}
+
+// BeginAcquireAnswer starts an answer whose rows the caller appends in place;
+// FinishAcquireAnswer, given the length of dst before, completes it. The frame is
+// that of AppendAcquireAnswer, less one copy of the rows.
+func BeginAcquireAnswer(dst []byte, id uint64) []byte {
+	return append(appendOK(dst, OpAcquire, id), zeros[:]...)
+}
+
+// FinishAcquireAnswer fills in what is known only now.
+func FinishAcquireAnswer(dst []byte, start int, manifests uint32) []byte {
+	const at = HeaderBytes + 8
+	le.PutUint32(dst[start+at:], manifests)
+	le.PutUint32(dst[start+at+4:], uint32((len(dst)-start-at-8)/AcquireRowBytes)) //nolint:gosec // at most MaxKeys
 	return finish(dst, start)
 }
 
@@ -137,11 +157,13 @@ func DecodeAcquireAnswer(payload []byte, m *AcquireAnswer) error {
 	}
 	m.Manifests = c.u32()
 	m.Rows = c.rows(c.u32(), AcquireRowBytes, MaxKeys)
-	c.reserved(m.Rows, AcquireRowBytes, 1, 4)
-	c.reserved(m.Rows, AcquireRowBytes, 12, 16)
-	for i := 0; i < len(m.Rows); i += AcquireRowBytes {
-		c.bad = c.bad || Verdict(m.Rows[i]) > maxVerdict
+	// The first word of a row is its verdict alone, the third is reserved: a row with
+	// something there comes from a peer that means more than this side understands.
+	var wrong uint32
+	for b := m.Rows; len(b) >= AcquireRowBytes; b = b[AcquireRowBytes:] {
+		wrong |= le.Uint32(b)&^uint32(maxVerdict) | le.Uint32(b[12:])
 	}
+	c.bad = c.bad || wrong != 0
 	c.bad = c.bad || uint64(m.Manifests) > MaxKeys
 	return c.end(OpAcquire, "answer")
 }

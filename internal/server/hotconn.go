@@ -135,13 +135,15 @@ func (c *hotConn) acquire(out []byte, id uint64) ([]byte, error) {
 	now := bootTime()
 	var manifests uint32
 	var err error
+	start := len(out)
+	out = hot.BeginAcquireAnswer(out, id)
 	c.lock()
-	x.rows, manifests, err = s.dir.Acquire(now, who, &x.acquire, x.rows)
+	out, manifests, err = s.dir.Acquire(now, who, &x.acquire, out)
 	c.unlock()
 	if err != nil {
 		return out, err
 	}
-	return hot.AppendAcquireAnswer(out, id, &hot.AcquireAnswer{Manifests: manifests, Rows: x.rows}), nil
+	return hot.FinishAcquireAnswer(out, start, manifests), nil
 }
 
 func (c *hotConn) release(out []byte, id uint64) ([]byte, error) {
