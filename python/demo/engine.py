@@ -121,7 +121,7 @@ class Engine:
                     h.update(t[b].contiguous().view(-1).numpy().tobytes())
             return h.hexdigest()
 
-        start_stores, end_load = worker.start_stores, worker._end_load
+        start_stores, end_load = worker.start_stores, worker._end_load_part
 
         def start(orders: Any) -> None:
             for store in orders.stores:
@@ -129,15 +129,14 @@ class Engine:
                     stored[store.keys[32 * i : 32 * i + 32].hex()] = digest(store.blocks[i * size : (i + 1) * size])
             start_stores(orders)
 
-        def end(load: Any, codes: Any) -> None:
-            at = 0
-            for i, count in enumerate(load.counts):
-                if codes[i] == 0 and count == size:
-                    loaded[load.keys[32 * i : 32 * i + 32].hex()] = digest(load.blocks[at : at + count])
-                at += count
-            end_load(load, codes)
+        def end(load: Any, first: int, stop: int, codes: Any) -> None:
+            order = load.order
+            for i in range(first, stop):
+                if codes[i - first] == 0 and order.counts[i] == size:
+                    loaded[order.keys[32 * i : 32 * i + 32].hex()] = digest(order.blocks[load.ends[i] : load.ends[i + 1]])
+            end_load(load, first, stop, codes)
 
-        worker.start_stores, worker._end_load = start, end
+        worker.start_stores, worker._end_load_part = start, end
 
     def reset(self) -> bool:
         """Drops the engine's own prefix cache."""

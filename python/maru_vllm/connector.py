@@ -1,16 +1,18 @@
 """MaruKVConnector: vLLM's connector interface over the two roles.
 
 This module touches vLLM; what it decides lies in scheduler.py and worker.py. It
-uses the eight abstract methods and optional ones of the installed release only
-where they exist (section 1.2 of docs/guide/vllm.md), so newer and older releases
-load it too. Layer hooks are not used: whole blocks are moved between steps (R25).
+uses the abstract methods, and optional ones of the installed release where they
+exist (span.py), so newer and older releases load it too. Layer hooks are not used: whole blocks are moved between steps (R25).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,19 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from maru_vllm import span
+from maru_vllm.content import ContentRules
 from maru_vllm.geometry import GeometryError, TensorShape, plan_layers
-from maru_vllm.identity import (
-    KVShape,
-    Unsupported,
-    kv_shape,
-    namespace_fields,
-    unsupported_features,
-)
+from maru_vllm.identity import KVShape, Ranks, Unsupported, kv_ranks, kv_shape, namespace_fields, unsupported_features
+from maru_vllm.journal import Journal, default_directory
 from maru_vllm.messages import StepOrders, StepReport
+from maru_vllm.metrics import MaruPromMetrics, MaruStats
 from maru_vllm.scheduler import SchedulerRole
 from maru_vllm.settings import Settings, SettingsError, parse_settings
 from maru_vllm.store import ClientTransfers, open_scheduler, open_worker, piece_bytes
-from maru_vllm.worker import WorkerRole
+from maru_vllm.worker import Budgets, WorkerRole
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,7 @@ __all__ = ["MaruKVConnector"]
 logger = logging.getLogger("maru.vllm")
 
 _SHUTDOWN_S = 3.0  # the engine kills its workers 5 s after it asked them to end
+_WAITING_FACTOR = 4  # stores that wait behind those under way, in bytes of the latter
 
 
 @dataclass
@@ -69,7 +70,7 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings, self._shape, self._chunk_blocks = _configure(vllm_config, kv_cache_config)
+        self._settings, self._shape, self._ranks, self._chunk_blocks = _configure(vllm_config, kv_cache_config)
         settings, shape = self._settings, self._shape
         piece = piece_bytes(shape.page_bytes)
         fields = namespace_fields(
@@ -83,29 +84,44 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._transfers: ClientTransfers | None = None
+        self._journal: Journal | None = None
         self._tables: dict[str, list[int]] = {}
+        self._timed_step = 0
         if role == KVConnectorRole.SCHEDULER:
-            self._lookup = open_scheduler(settings, fields, piece)
+            self._lookup = open_scheduler(settings, fields, piece, self._ranks)
+            self._journal = _open_journal(settings, str(transfer.engine_id), fields)
             self._scheduler = SchedulerRole(
                 self._lookup,
                 block_tokens=shape.block_tokens,
                 chunk_blocks=self._chunk_blocks,
                 min_hit_tokens=settings.min_hit_tokens,
                 worker_count=int(vllm_config.parallel_config.world_size),
+                rules=ContentRules(settings.lora_digests, settings.multimodal, span.extra_key_check()),
+                lookup_timeout_s=settings.lookup_timeout_ms / 1000,
+                journal=self._journal.put if self._journal is not None else None,
             )
+            logger.info("%s; node total of memory: %s", span.detect(KVConnectorBase_V1), _memory_line(settings, self._ranks))
         else:
-            self._transfers = open_worker(settings, fields, piece, value_bytes, rank=0, world_size=1)
+            rank = span.tensor_rank()
+            shard, replica = self._ranks.place(rank)
+            # Ranks with the same KV share the work where each reads what another stored.
+            stripe = self._ranks.replicas > 1 and settings.write_order == ("cxl",)
+            self._transfers = open_worker(settings, fields, piece, value_bytes, rank=rank, ranks=self._ranks)
             self._worker = WorkerRole(
                 self._transfers,
                 chunk_blocks=self._chunk_blocks,
                 submit_error=self._transfers.submit_error,
                 already_code=self._transfers.already_code,
                 async_store=settings.async_store,
+                budgets=Budgets(settings.load_bytes, settings.store_bytes, _WAITING_FACTOR * settings.store_bytes),
+                shard=shard,
+                replica=replica if stripe else 0,
+                replicas=self._ranks.replicas if stripe else 1,
             )
         for note in settings.notes:
             logger.warning("%s", note)
         logger.info(
-            "Maru connector (%s) for engine %s: backend %s, chunks of %d tokens (%d blocks, %d bytes), server %s",
+            "Maru connector (%s) for engine %s: backend %s, chunks of %d tokens (%d blocks, %d bytes a shard), server %s",
             role.name.lower(),
             settings.engine_id or transfer.engine_id,
             settings.backend,
@@ -138,17 +154,20 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._scheduler is not None
         scheduled = scheduler_output.num_scheduled_tokens
-        tables = self._block_tables(scheduler_output, scheduled)
+        tables = self._block_tables(scheduler_output)
         preempted = sorted(getattr(scheduler_output, "preempted_req_ids", None) or ())
-        orders = self._scheduler.build_orders(scheduled, preempted, tables)
-        self._lookup.keep(self._scheduler.waiting_ids())
-        return _Metadata(orders)
+        return _Metadata(self._scheduler.build_orders(scheduled, preempted, tables))
 
-    def _block_tables(self, output: Any, scheduled: dict[str, int]) -> dict[str, Sequence[int]]:
+    def _block_tables(self, output: Any) -> Callable[[str], Sequence[int] | None]:
         """Whole block tables of the scheduled requests: from the engine, or tracked by hand before 0.32 (R17)."""
         state = getattr(output, "kv_connector_block_state", None)
         if state is not None:
-            return {r: t[0] for r in scheduled if (t := state.get_block_ids(r)) is not None}
+
+            def table(request_id: str) -> Sequence[int] | None:
+                groups = state.get_block_ids(request_id)
+                return groups[0] if groups is not None else None
+
+            return table
         for request_id in output.finished_req_ids:
             self._tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -162,7 +181,7 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
                 self._tables[request_id] = list(blocks[0])
             else:
                 self._tables.setdefault(request_id, []).extend(blocks[0])
-        return {r: self._tables[r] for r in scheduled if r in self._tables}
+        return self._tables.get
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
@@ -170,7 +189,8 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         self._scheduler.update_output(
             connector_output.finished_recving or (),
             set(connector_output.invalid_block_ids or ()),
-            meta.report.stored if isinstance(meta, _WorkerMetadata) else {},
+            meta.report if isinstance(meta, _WorkerMetadata) else None,
+            getattr(connector_output, "failed_recving", None) or (),
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -212,6 +232,7 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         assert self._worker is not None
         orders = self._orders()
         if orders is not None:
+            self._timed_step = orders.step
             self._worker.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -237,7 +258,8 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
-        report = self._worker.report()
+        step, self._timed_step = self._timed_step, 0
+        report = self._worker.report(step)
         return None if report is None else _WorkerMetadata(report)
 
     @property
@@ -251,15 +273,66 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         assert self._transfers is not None
         return self._transfers.client.stats()
 
+    # -- both -------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> MaruStats | None:
+        data = self._scheduler.stats() if self._scheduler is not None else None
+        if self._worker is not None:
+            data = self._worker.tally.take()
+        return MaruStats(data) if data is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MaruStats:
+        return MaruStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> MaruPromMetrics:
+        return MaruPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown(_SHUTDOWN_S)
         if self._scheduler is not None:
+            if self._journal is not None:
+                self._journal.close()
             self._lookup.close()
 
 
-def _configure(vllm_config: Any, kv_cache_config: Any) -> tuple[Settings, KVShape, int]:
-    """Settings, shape and blocks of a chunk; one SettingsError for everything that is wrong."""
+def _open_journal(settings: Settings, engine_id: str, fields: dict[str, Any]) -> Journal | None:
+    if settings.run_dir is None:
+        return None
+    directory = Path(settings.run_dir) if settings.run_dir else default_directory()
+    header = {
+        "engine": settings.engine_id or engine_id,
+        "instance": settings.instance_id,
+        "server": settings.server_url,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "namespace": {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()},
+    }
+    try:
+        return Journal(directory, str(header["engine"]), header)
+    except OSError as e:
+        logger.warning("no records for `maru explain`: %s; name a directory of this user in maru_run_dir", e)
+        return None
+
+
+def _memory_line(settings: Settings, ranks: Ranks) -> str:
+    """What one node gives for all ranks of this engine."""
+    parts = []
+    cpu, cxl = settings.cpu_pool_bytes, settings.cxl_pool_bytes
+    if cpu:
+        parts.append(f"cpu {cpu} bytes for each of {ranks.size} ranks, {cpu * ranks.size} in all")
+    if settings.backend != "cpu":
+        bound = f"at most {cxl} bytes of cxl a rank" if cxl else "cxl as the server grants it"
+        parts.append(f"{bound}, in regions of {settings.region_bytes} bytes")
+    return "; ".join(parts)
+
+
+def _configure(vllm_config: Any, kv_cache_config: Any) -> tuple[Settings, KVShape, Ranks, int]:
+    """Settings, shape, ranks and blocks of a chunk; one SettingsError for everything that is wrong."""
     transfer = vllm_config.kv_transfer_config
     problems: list[str] = []
     settings: Settings | None = None
@@ -274,8 +347,10 @@ def _configure(vllm_config: Any, kv_cache_config: Any) -> tuple[Settings, KVShap
         problems += e.problems
     problems += unsupported_features(vllm_config)
     shape: KVShape | None = None
+    ranks = Ranks()
     try:
         shape = kv_shape(vllm_config, kv_cache_config)
+        ranks = kv_ranks(vllm_config, kv_cache_config)
     except Unsupported as e:
         problems.append(str(e))
     chunk_blocks = 0
@@ -288,5 +363,5 @@ def _configure(vllm_config: Any, kv_cache_config: Any) -> tuple[Settings, KVShap
     if problems:
         raise SettingsError(problems)
     assert settings is not None and shape is not None
-    return settings, shape, chunk_blocks
+    return settings, shape, ranks, chunk_blocks
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from maru.keys import fingerprint_config
 
-__all__ = ["ENGINE_FORMAT", "KVShape", "Unsupported", "kv_shape", "namespace_fields", "unsupported_features"]
+__all__ = ["ENGINE_FORMAT", "KVShape", "Ranks", "Unsupported", "kv_ranks", "kv_shape", "namespace_fields", "unsupported_features"]
 
 # Raised by hand when a vLLM release changes what the bytes of a block mean.
 ENGINE_FORMAT = 1
@@ -40,6 +40,41 @@ class KVShape:
     head_size: int
     kv_dtype: str
     layout: str | None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Tensor parallel ranks of one engine: size ranks, of which replicas neighbours hold the same KV.
+
+    Rank r has shard r // replicas; shards are what a key's shard field counts.
+    """
+
+    size: int = 1
+    replicas: int = 1
+
+    @property
+    def shards(self) -> int:
+        return self.size // self.replicas
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(shard, replica) of a rank."""
+        return rank // self.replicas, rank % self.replicas
+
+
+def kv_ranks(vllm_config: Any, kv_cache_config: Any) -> Ranks:
+    """How the KV of one token lies on the ranks: as the engine says, or by the count of KV heads before 0.32."""
+    size = int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1)
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is None:
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        if "MLA" in type(spec).__name__:
+            replicas = size
+        else:
+            heads = int(vllm_config.model_config.get_total_num_kv_heads())
+            replicas = max(1, size // heads)
+    if int(replicas) < 1 or size % int(replicas):
+        raise Unsupported(f"{size} tensor parallel ranks of which {replicas} hold the same KV do not divide evenly")
+    return Ranks(size, int(replicas))
 
 
 def kv_shape(vllm_config: Any, kv_cache_config: Any) -> KVShape:
@@ -73,16 +108,21 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     """Every feature in use that this version refuses, with the reason."""
     p = vllm_config.parallel_config
     problems = []
-    for name, value in (
-        ("tensor_parallel_size", getattr(p, "tensor_parallel_size", 1)),
-        ("pipeline_parallel_size", getattr(p, "pipeline_parallel_size", 1)),
-        ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
-        ("prefill_context_parallel_size", getattr(p, "prefill_context_parallel_size", 1)),
+    stages = "stages have different layers, so that an object would have another form on each"
+    slices = "a rank has a part of each block's tokens, which no other engine could read"
+    for name, why in (
+        ("pipeline_parallel_size", stages),
+        ("decode_context_parallel_size", slices),
+        ("prefill_context_parallel_size", slices),
     ):
+        value = getattr(p, name, 1)
         if (value or 1) != 1:
-            problems.append(f"{name}={value} is not supported yet, allowed: 1")
+            problems.append(f"{name}={value} is not supported, allowed: 1: {why}")
+    hosts = int(getattr(p, "nnodes_within_dp", 1) or 1)
+    if hosts != 1:
+        problems.append(f"an engine over {hosts} hosts is not supported, allowed: all its ranks on one host")
     if getattr(vllm_config, "speculative_config", None) is not None:
-        problems.append("speculative decoding is not supported yet: its drafts change the KV cache")
+        problems.append("speculative decoding is not supported yet: KV of drafts that are rejected later must not be stored")
     dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
     if dtype not in ("auto", "float32", "float16", "bfloat16"):
         problems.append(f"cache_dtype={dtype!r} is not supported yet, allowed: auto, float32, float16, bfloat16")

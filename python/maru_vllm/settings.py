@@ -55,7 +55,11 @@ class Settings:
     private memory of each worker. cxl_pool_bytes: bound of this worker's cxl grants
     (0: the server's). region_bytes: first cxl region and growth. chunk_tokens: tokens
     of one object before it is aligned down to whole blocks. min_hit_tokens: a shorter
-    hit is left to the engine.
+    hit is left to the engine; None: learned. load_bytes, store_bytes: what the library
+    copies at a time. lookup_timeout_ms: a lookup without an answer is a miss. run_dir:
+    directory of the records for `maru explain`; "" is the default one, None is none.
+    lora_digests: digests of adapters by name. multimodal: whether inputs other than text
+    are cached by the engine's identifiers.
     """
 
     server_url: str
@@ -73,8 +77,16 @@ class Settings:
     eager_map: bool = True
     checksums: bool = True
     copy_threads: int = 2
-    min_hit_tokens: int = 0
+    min_hit_tokens: int | None = None
     timeout_ms: int = 2000
+    lookup_timeout_ms: int = 1000
+    load_bytes: int = 1 << 30
+    store_bytes: int = 1 << 30
+    device_copy: str = "auto"
+    staging_bytes: int = 0
+    run_dir: str | None = ""
+    lora_digests: Mapping[str, str] = field(default_factory=dict)
+    multimodal: bool = True
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -98,6 +110,14 @@ _KNOWN = {
     "maru_copy_threads",
     "maru_min_hit_tokens",
     "maru_timeout_ms",
+    "maru_lookup_timeout_ms",
+    "maru_load_inflight_size",
+    "maru_store_inflight_size",
+    "maru_device_copy",
+    "maru_device_staging_size",
+    "maru_run_dir",
+    "maru_lora_digests",
+    "maru_multimodal",
 }
 
 _COMPLETE = (
@@ -157,6 +177,41 @@ class _Reader:
                 return False
         self.problems.append(f"{key}={value!r} must be true or false")
         return default
+
+    def choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
+        value = self.text(key, default)
+        if value not in allowed:
+            self.problems.append(f"{key}={value!r} must be one of {list(allowed)}")
+            return default
+        return value
+
+    def digests(self, key: str) -> dict[str, str]:
+        value = self.extra.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping) or not all(
+            isinstance(k, str) and isinstance(v, str) and k and 8 <= len(v) <= 256 for k, v in value.items()
+        ):
+            self.problems.append(
+                f"{key}={value!r} must map names of adapters to digests of their weights, text of 8 to 256 characters"
+            )
+            return {}
+        return dict(value)
+
+    def run_dir(self) -> str | None:
+        value = self.extra.get("maru_run_dir", "")
+        if value is None or value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+            return None
+        if not isinstance(value, str):
+            self.problems.append(f"maru_run_dir={value!r} must be a directory, or \"off\"")
+            return None
+        return value.strip()
+
+    def min_hit(self) -> int | None:
+        value = self.extra.get("maru_min_hit_tokens")
+        if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
+            return None
+        return self.whole("maru_min_hit_tokens", 0, 0, 1 << 20)
 
     def order(self, key: str, backend: str) -> tuple[str, ...]:
         allowed = {"cpu": ("cpu",), "cxl": ("cxl",), "mixed": ("cpu", "cxl")}[backend]
@@ -239,8 +294,16 @@ def parse_settings(
         eager_map=r.switch("maru_eager_map", True),
         checksums=r.switch("maru_checksums", True),
         copy_threads=r.whole("maru_copy_threads", 2, 1, 64),
-        min_hit_tokens=r.whole("maru_min_hit_tokens", 0, 0, 1 << 20),
+        min_hit_tokens=r.min_hit(),
         timeout_ms=r.whole("maru_timeout_ms", 2000, 10, 600_000),
+        lookup_timeout_ms=r.whole("maru_lookup_timeout_ms", 1000, 1, 600_000),
+        load_bytes=r.size("maru_load_inflight_size", 1 << 30),
+        store_bytes=r.size("maru_store_inflight_size", 1 << 30),
+        device_copy=r.choice("maru_device_copy", "auto", ("auto", "staged", "direct")),
+        staging_bytes=r.size("maru_device_staging_size", 0),
+        run_dir=r.run_dir(),
+        lora_digests=r.digests("maru_lora_digests"),
+        multimodal=r.switch("maru_multimodal", True),
         notes=tuple(notes),
     )
     if r.problems:

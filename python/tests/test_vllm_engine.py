@@ -38,6 +38,8 @@ def kv_transfer(address: str, **extra: Any) -> dict[str, Any]:
         "maru_pool_size": "32M",
         "maru_cache_namespace": "tiny@1",
         "maru_kv_chunk_tokens": CHUNK,
+        "maru_min_hit_tokens": 0,  # a tiny model computes faster than it loads
+        "maru_run_dir": "off",
         **extra,
     }
     return {

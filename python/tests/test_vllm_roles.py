@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from maru.keys import Chain, Namespace, pack_tokens, root
+from maru_vllm.chain import PrefixChain
 from maru_vllm.geometry import (
     GeometryError,
     LayerRuns,
@@ -38,6 +39,12 @@ class FakeResult:
         assert self.ready
         return self.count
 
+    def media(self, start: int, stop: int) -> Mapping[str, int]:
+        return {"cxl": min(stop, self.count) - start}
+
+    def reason(self) -> str:
+        return "not_stored"
+
 
 class FakeLookup:
     """Knows a set of keys; answers at once or when told."""
@@ -50,17 +57,20 @@ class FakeLookup:
         self.ready = True
         self.open: list[FakeResult] = []
 
-    def new_chain(self, salt: bytes) -> Chain:
-        return Chain(root(NAMESPACE, salt))
+    def new_chain(self, salt: bytes, chunk_tokens: int) -> PrefixChain:
+        return PrefixChain(root(NAMESPACE, salt), chunk_tokens)
 
-    def probe(self, request_id: str, keys: bytes) -> FakeResult:
-        n = 0
+    def probe(self, request_id: str, keys_of: Callable[[], bytes]) -> FakeResult:
+        keys, n = keys_of(), 0
         while n * 32 < len(keys) and keys[n * 32 : n * 32 + 32] in self.have:
             n += 1
         self.probes.append((request_id, len(keys) // 32))
         result = FakeResult(n, self.ready)
         self.open.append(result)
         return result
+
+    def keep_due(self) -> bool:
+        return True
 
     def keep(self, request_ids: Iterable[str]) -> None:
         self.kept = list(request_ids)
@@ -85,6 +95,16 @@ def keys_of(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
     return [packed[i : i + 32] for i in range(0, len(packed), 32)]
 
 
+def step(
+    s: SchedulerRole, scheduled: dict[str, int], preempted: Sequence[str] = (), tables: dict[str, list[int]] | None = None
+) -> StepOrders:
+    return s.build_orders(scheduled, preempted, (tables or {}).get)
+
+
+def stored(counts: dict[str, int]) -> StepReport:
+    return StepReport(stored=counts)
+
+
 def make(lookup: FakeLookup, **kw: int) -> SchedulerRole:
     return SchedulerRole(lookup, block_tokens=BLOCK, chunk_blocks=CHUNK_BLOCKS, **kw)
 
@@ -99,7 +119,7 @@ def test_a_hit_leaves_the_last_token_and_loads_part_of_a_chunk() -> None:
     # 128 tokens: the last block must be computed, so 112 are offered.
     assert s.get_num_new_matched_tokens(r, 0) == (2 * CHUNK - BLOCK, True)
     s.update_state_after_alloc(r, list(range(100, 107)), 2 * CHUNK - BLOCK)
-    orders = s.build_orders({}, [], {})
+    orders = step(s, {})
     (load,) = orders.loads
     assert load.blocks == list(range(100, 107))
     assert load.counts == [4, 3] and load.skips == [0, 0]
@@ -116,7 +136,7 @@ def test_a_local_hit_inside_a_chunk_is_never_written() -> None:
     local = 6 * BLOCK  # two blocks into the second chunk
     assert s.get_num_new_matched_tokens(r, local) == (2 * CHUNK - local, True)
     s.update_state_after_alloc(r, list(range(100, 108)), 2 * CHUNK - local)
-    (load,) = s.build_orders({}, [], {}).loads
+    (load,) = step(s, {}).loads
     assert load.blocks == [106, 107]
     assert load.counts == [2] and load.skips == [2]
     assert load.keys == keys_of(tokens)[1]
@@ -145,14 +165,14 @@ def test_a_failed_chunk_is_not_offered_again_to_the_same_request_only() -> None:
     r = Request("a", tokens)
     assert s.get_num_new_matched_tokens(r, 0) == (3 * CHUNK, True)
     s.update_state_after_alloc(r, list(range(12)), 3 * CHUNK)
-    s.build_orders({}, [], {})
-    s.update_output(["a"], {5}, {})  # block 5 is of the second chunk
+    step(s, {})
+    s.update_output(["a"], {5}, None)  # block 5 is of the second chunk
     assert s.get_num_new_matched_tokens(r, 0) == (CHUNK, True)
     s.update_state_after_alloc(r, list(range(4)), CHUNK)
-    s.build_orders({}, [], {})
-    s.update_output(["a"], {0}, {})
+    step(s, {})
+    s.update_output(["a"], {0}, None)
     assert s.get_num_new_matched_tokens(r, 0) == (0, False), "must end (R14)"
-    assert s.failed_loads == 2
+    assert s.tally.take()["counters"]["loads|failed"] == 2
     other = Request("b", tokens)
     assert s.get_num_new_matched_tokens(other, 0) == (3 * CHUNK, True)
 
@@ -165,23 +185,23 @@ def test_chunks_are_stored_when_final_across_steps_and_not_after_a_hit() -> None
     r = Request("a", tokens)
     assert s.get_num_new_matched_tokens(r, 0) == (0, False)
     table = list(range(50, 62))
-    assert s.build_orders({"a": 40}, [], {"a": table[:3]}).stores == []
+    assert step(s, {"a": 40}, [], {"a": table[:3]}).stores == []
     r.num_computed_tokens = 40
-    (store,) = s.build_orders({"a": 100}, [], {"a": table[:9]}).stores
+    (store,) = step(s, {"a": 100}, [], {"a": table[:9]}).stores
     assert store.keys == b"".join(keys[:2]) and store.blocks == table[:8]
     assert store.parents == bytes(28) + keys[0][:28]
     r.num_computed_tokens = 140
-    (store,) = s.build_orders({"a": 52}, [], {"a": table}).stores
+    (store,) = step(s, {"a": 52}, [], {"a": table}).stores
     assert store.keys == keys[2] and store.blocks == table[8:]
 
     lookup.have.update(keys[:2])
     r2 = Request("b", tokens)
     assert s.get_num_new_matched_tokens(r2, 0) == (2 * CHUNK, True)
     s.update_state_after_alloc(r2, list(range(8)), 2 * CHUNK)
-    s.build_orders({}, [], {})
-    s.update_output(["b"], set(), {})
+    step(s, {})
+    s.update_output(["b"], set(), None)
     r2.num_computed_tokens = 2 * CHUNK
-    (store,) = s.build_orders({"b": CHUNK}, [], {"b": list(range(12))}).stores
+    (store,) = step(s, {"b": CHUNK}, [], {"b": list(range(12))}).stores
     assert store.keys == keys[2], "what was loaded is not stored again (VL-17)"
 
 
@@ -189,10 +209,10 @@ def test_output_tokens_are_stored_too_and_chains_do_not_mix() -> None:
     s = make(FakeLookup())
     r = Request("a", range(CHUNK - 1))
     s.get_num_new_matched_tokens(r, 0)
-    assert s.build_orders({"a": CHUNK - 1}, [], {"a": [1, 2, 3, 4]}).stores == []
+    assert step(s, {"a": CHUNK - 1}, [], {"a": [1, 2, 3, 4]}).stores == []
     r.num_computed_tokens = CHUNK - 1
     r.all_token_ids.append(7)
-    (store,) = s.build_orders({"a": 1}, [], {"a": [1, 2, 3, 4]}).stores
+    (store,) = step(s, {"a": 1}, [], {"a": [1, 2, 3, 4]}).stores
     assert store.keys == keys_of([*range(CHUNK - 1), 7])[0]
 
 
@@ -200,13 +220,13 @@ def test_blocks_are_held_until_every_worker_reported_its_stores() -> None:
     s = make(FakeLookup(), worker_count=2)
     r = Request("a", range(CHUNK))
     s.get_num_new_matched_tokens(r, 0)
-    assert s.build_orders({"a": CHUNK}, [], {"a": [1, 2, 3, 4]}).stores
+    assert step(s, {"a": CHUNK}, [], {"a": [1, 2, 3, 4]}).stores
     assert s.request_finished(r) is True
-    assert s.build_orders({}, [], {}).finishing == ["a"]
+    assert step(s, {}).finishing == ["a"]
     assert s.live == 1
-    s.update_output([], set(), {"a": 1})
+    s.update_output([], set(), stored({"a": 1}))
     assert s.live == 1
-    s.update_output([], set(), {"a": 1})
+    s.update_output([], set(), stored({"a": 1}))
     assert s.live == 0
 
 
@@ -218,7 +238,7 @@ def test_nothing_is_held_without_stores_and_leases_end() -> None:
     s.get_num_new_matched_tokens(r, 0)
     assert s.request_finished(r) is False
     assert lookup.ended == ["a"] and s.live == 0
-    s.update_output(["a"], {1}, {"a": 3})  # late news of the dead change nothing
+    s.update_output(["a"], {1}, stored({"a": 3}))  # late news of the dead change nothing
 
 
 def test_a_preempted_request_is_looked_up_again() -> None:
@@ -227,7 +247,7 @@ def test_a_preempted_request_is_looked_up_again() -> None:
     tokens = list(range(2 * CHUNK + 3))
     r = Request("a", tokens)
     assert s.get_num_new_matched_tokens(r, 0) == (0, False)
-    orders = s.build_orders({}, ["a"], {})
+    orders = step(s, {}, ["a"])
     assert orders.preempted == ["a"]
     lookup.have.update(keys_of(tokens))
     assert s.get_num_new_matched_tokens(r, 0) == (2 * CHUNK, True)
@@ -242,7 +262,7 @@ def test_an_aborted_load_stays_ordered() -> None:
     s.get_num_new_matched_tokens(r, 0)
     s.update_state_after_alloc(r, [1, 2, 3, 4], CHUNK)
     assert s.request_finished(r) is False
-    assert [load.request_id for load in s.build_orders({}, [], {}).loads] == ["a"], "R11"
+    assert [load.request_id for load in step(s, {}).loads] == ["a"], "R11"
 
 
 def test_short_hits_and_salts_and_skips() -> None:
@@ -256,7 +276,7 @@ def test_short_hits_and_salts_and_skips() -> None:
     probes = len(lookup.probes)
     s.on_new_request(skip)
     assert s.get_num_new_matched_tokens(skip, 0) == (0, False) and len(lookup.probes) == probes
-    assert s.build_orders({"c": CHUNK}, [], {"c": [1, 2, 3, 4]}).stores, "its prompt is stored all the same"
+    assert step(s, {"c": CHUNK}, [], {"c": [1, 2, 3, 4]}).stores, "its prompt is stored all the same"
 
 
 @pytest.mark.parametrize(
@@ -277,9 +297,10 @@ def test_requests_whose_identity_is_not_their_tokens_bypass(kw: dict[str, object
     assert bypass_reason(r) == reason
     s.on_new_request(r)
     assert s.get_num_new_matched_tokens(r, 0) == (0, False)
-    stored = bool(s.build_orders({"a": CHUNK}, [], {"a": [1, 2, 3, 4]}).stores)
+    stored = bool(step(s, {"a": CHUNK}, [], {"a": [1, 2, 3, 4]}).stores)
     assert stored == (reason is None) and bool(lookup.probes) == (reason is None)
-    assert s.bypassed == ({reason: 1} if reason else {})
+    counters = (s.stats() or {})["counters"]
+    assert counters.get(f"bypassed_requests|{reason}", 0) == (1 if reason else 0)
 
 
 class Refused(Exception):
