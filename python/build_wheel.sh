@@ -57,7 +57,9 @@ info = f"maru-{version}.dist-info"
 files[f"{info}/METADATA"] = (
     f"Metadata-Version: 2.4\nName: maru\nVersion: {version}\nSummary: {field('description')}\n"
     f"Requires-Python: {field('requires-python')}\nLicense-Expression: {field('license')}\n"
+    "License-File: LICENSE\n"
 ).encode()
+files[f"{info}/licenses/LICENSE"] = (source / "LICENSE").read_bytes()
 files[f"{info}/WHEEL"] = (
     f"Wheel-Version: 1.0\nGenerator: build_wheel.sh\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
 )
