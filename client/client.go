@@ -38,7 +38,7 @@ type Client struct {
 	cfg       Config
 	log       *slog.Logger
 	clock     func() time.Duration // CLOCK_BOOTTIME
-	id        base.SessionID
+	id        atomic.Pointer[base.SessionID] // drawn anew until an Open was answered
 	node      node.Identity
 	namespace base.NamespaceID
 	conn      *grpc.ClientConn // control, to the configured address
@@ -128,14 +128,16 @@ func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Cli
 		return nil, err
 	}
 	c := &Client{
-		cfg: cfg, clock: clock, id: base.NewID(),
+		cfg: cfg, clock: clock,
 		reopen: make(chan struct{}, 1), kicked: make(chan struct{}, 1),
 	}
+	id := base.SessionID(base.NewID())
+	c.id.Store(&id)
 	c.resolve()
-	c.log = c.cfg.Logger.With("session", c.id.String(), "instance", c.cfg.InstanceID)
+	c.log = c.cfg.Logger.With("session", id.String(), "instance", c.cfg.InstanceID)
 	c.closing.idle, c.closing.done = make(chan struct{}), make(chan struct{})
 	c.manager.client = c
-	c.mu.core = session.New(session.Config{Session: c.id})
+	c.mu.core = session.New(session.Config{Session: id})
 	c.mu.layouts = map[LayoutID]*layout{}
 	c.mu.pools = map[uint32]pool{}
 	c.maps.Store(&map[base.RegionID]*mapped{})
@@ -165,7 +167,7 @@ func (c *Client) resolve() {
 		}
 	}
 	if cfg.InstanceID == "" {
-		cfg.InstanceID = c.id.String()
+		cfg.InstanceID = c.Session().String()
 	}
 	if cfg.Role == base.RoleNone {
 		cfg.Role = base.RoleWorker
@@ -226,7 +228,11 @@ func (c *Client) start(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := c.openSession(ctx); err != nil {
+	err = c.openSession(ctx)
+	if err != nil && c.cfg.ConnectLater != On && rpc.OutcomeUnknown(err) && ctx.Err() == nil {
+		err = c.openSession(ctx) // its answer may be lost; nobody else tries again
+	}
+	if err != nil {
 		if c.cfg.ConnectLater != On || !away(err) {
 			return fmt.Errorf("opening a session at %s: %w", c.cfg.ServerAddress, err)
 		}
@@ -440,7 +446,7 @@ func (c *Client) Connected() bool {
 }
 
 // Session returns the session's id, which is no secret.
-func (c *Client) Session() base.SessionID { return c.id }
+func (c *Client) Session() base.SessionID { return *c.id.Load() }
 
 // Epoch returns the session's epoch, 0 before the first Open has succeeded.
 func (c *Client) Epoch() base.Epoch {

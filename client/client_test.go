@@ -288,7 +288,7 @@ func TestLostHold(t *testing.T) {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		for id := range f.mu.regions {
-			if f.mu.holds[holdKey(last.id[:], uint32(id))] && last.region(id) == nil {
+			if f.mu.holds[holdKey(last.sessionID(), uint32(id))] && last.region(id) == nil {
 				return false
 			}
 		}

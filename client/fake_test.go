@@ -42,6 +42,9 @@ type fake struct {
 	ttl     atomic.Int64 // ms
 	// hang: hot calls are not answered.
 	hang atomic.Bool
+	// loseOpens: the answers of that many Open calls are lost. denyOpens: that many are denied.
+	loseOpens atomic.Int32
+	denyOpens atomic.Int32
 	// loseHolds: the answers of that many Hold calls are lost. refuseHolds: all are refused.
 	loseHolds   atomic.Int32
 	refuseHolds atomic.Bool
@@ -213,7 +216,19 @@ func (f *fake) callCount(name string) int {
 	return f.mu.calls[name]
 }
 
-func (f *fake) Open(_ context.Context, r *maruv1.OpenRequest) (*maruv1.OpenResponse, error) {
+func (f *fake) Open(ctx context.Context, r *maruv1.OpenRequest) (*maruv1.OpenResponse, error) {
+	if f.denyOpens.Add(-1) >= 0 {
+		return nil, fmt.Errorf("%w: the session is open", base.ErrDenied)
+	}
+	resp, err := f.open(r)
+	if err == nil && f.loseOpens.Add(-1) >= 0 {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	return resp, err
+}
+
+func (f *fake) open(r *maruv1.OpenRequest) (*maruv1.OpenResponse, error) {
 	f.called("open")
 	id, err := base.IDFromBytes("session_id", r.GetSessionId())
 	if err != nil {

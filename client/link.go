@@ -123,10 +123,34 @@ func away(err error) bool {
 	return errors.Is(err, base.ErrUnavailable) || errors.Is(err, base.ErrTimeout)
 }
 
-// openSession registers the session and makes the link. It tries the server's Unix
-// socket first when it was there before: after a restart the process behind it is what
-// proves the session.
+// sessionID is the session's id as messages carry it.
+func (c *Client) sessionID() []byte {
+	id := c.Session()
+	return id[:]
+}
+
+// openSession registers the session and makes the link. Until an Open was answered nothing
+// is held under the session's id, and no secret is here: should the server know the id,
+// from an Open whose answer was lost, only a new one helps.
 func (c *Client) openSession(ctx context.Context) error {
+	err := c.tryOpen(ctx)
+	denied := errors.Is(err, base.ErrDenied)
+	if err == nil || c.lastOpen != nil || !denied && !rpc.OutcomeUnknown(err) {
+		return err
+	}
+	id := base.SessionID(base.NewID())
+	c.id.Store(&id)
+	if denied && ctx.Err() == nil {
+		c.log.Info("the server knows this session, and here its secret is not: the answer to an Open was lost; the session has a new id",
+			"new_session", id.String(), "error", err)
+		return c.tryOpen(ctx)
+	}
+	return err
+}
+
+// tryOpen makes one Open call. It tries the server's Unix socket first when it was there
+// before: after a restart the process behind it is what proves the session.
+func (c *Client) tryOpen(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, max(c.cfg.ConnectTimeout, c.cfg.RPCTimeout))
 	defer cancel()
 	req := c.openRequest()
@@ -162,7 +186,7 @@ func (c *Client) openRequest() *maruv1.OpenRequest {
 	req := &maruv1.OpenRequest{
 		Version:        &maruv1.ProtocolVersion{Min: minVersion, Max: maxVersion},
 		Capabilities:   c.capabilities(),
-		SessionId:      c.id[:],
+		SessionId:      c.sessionID(),
 		Role:           maruv1.Role(cfg.Role),
 		EngineId:       cfg.EngineID,
 		Rank:           cfg.Rank,
@@ -212,7 +236,7 @@ func (c *Client) capabilities() []string {
 // the session on the hot plane, and makes the epoch the current one.
 func (c *Client) adopt(ctx context.Context, resp *maruv1.OpenResponse, sent time.Duration, unix *grpc.ClientConn) (err error) {
 	l := &link{
-		session: c.id, epoch: base.Epoch(resp.GetEpoch()), serverEpoch: base.ServerEpoch(resp.GetServerEpoch()),
+		session: c.Session(), epoch: base.Epoch(resp.GetEpoch()), serverEpoch: base.ServerEpoch(resp.GetServerEpoch()),
 		secret: resp.GetSecret(), namespace: base.NamespaceNumber(resp.GetNamespaceNumber()), resp: resp, unix: unix,
 		sameBoot: string(resp.GetBootId()) == string(c.node.Boot[:]), pools: poolsOf(resp.GetPools()),
 	}
@@ -390,6 +414,7 @@ func (c *Client) relist(l *link, snap *session.Snapshot) {
 				return nil
 			})
 		if err != nil {
+			c.clearMarks(clear)
 			// Without its acknowledgement nothing is committed; opening again lists again.
 			if l.ctx.Err() == nil {
 				c.log.Warn("listing this session's pages failed; the session is opened again", "error", err)

@@ -121,7 +121,7 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
 	defer cancel()
 	resp, err := api.Hold(ctx, &maruv1.HoldRequest{
-		SessionId: c.id[:], ServerId: l.resp.GetServerId(), OwnerIncarnation: l.owner.Load(),
+		SessionId: c.sessionID(), ServerId: l.resp.GetServerId(), OwnerIncarnation: l.owner.Load(),
 		Views: c.cfg.Views == On, Sequence: m.next(), Handles: handles, NodeId: c.node.Node[:], BootId: c.node.Boot[:],
 	})
 	if err != nil {
@@ -164,7 +164,7 @@ func (m *manager) unhold(ctx context.Context, handles []*maruv1.RegionHandle) er
 	ctx, cancel := context.WithTimeout(ctx, m.client.cfg.RPCTimeout)
 	defer cancel()
 	_, err := api.Unhold(ctx, &maruv1.UnholdRequest{
-		SessionId: m.client.id[:], Sequence: m.next(), Handles: handles, HoldToken: token,
+		SessionId: m.client.sessionID(), Sequence: m.next(), Handles: handles, HoldToken: token,
 	})
 	return err
 }
@@ -202,7 +202,7 @@ func (m *manager) watch(api maruv1.ResourceManagerClient) {
 	c := m.client
 	backoff := firstBackoff
 	for c.ctx.Err() == nil {
-		stream, err := api.WatchSession(c.ctx, &maruv1.WatchSessionRequest{SessionId: c.id[:]})
+		stream, err := api.WatchSession(c.ctx, &maruv1.WatchSessionRequest{SessionId: c.sessionID()})
 		for err == nil {
 			var e *maruv1.SessionRegionEvent
 			if e, err = stream.Recv(); err == nil && e.GetDraining() {
@@ -231,7 +231,7 @@ func (m *manager) prove(ctx context.Context, l *link, id base.PoolID) error {
 	c := m.client
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
 	defer cancel()
-	start, err := api.StartDomainProof(ctx, &maruv1.StartDomainProofRequest{SessionId: c.id[:], PoolId: id[:]})
+	start, err := api.StartDomainProof(ctx, &maruv1.StartDomainProofRequest{SessionId: c.sessionID(), PoolId: id[:]})
 	if err != nil {
 		return err
 	}
@@ -265,7 +265,7 @@ func (m *manager) prove(ctx context.Context, l *link, id base.PoolID) error {
 		return err
 	}
 	_, err = api.FinishDomainProof(ctx, &maruv1.FinishDomainProofRequest{
-		SessionId: c.id[:], PoolId: id[:], Slot: start.GetSlot(), Nonce: nonce.Value[:],
+		SessionId: c.sessionID(), PoolId: id[:], Slot: start.GetSlot(), Nonce: nonce.Value[:],
 	})
 	return err
 }

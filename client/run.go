@@ -203,7 +203,7 @@ func (c *Client) apply(l *link, batch *maruv1.EventBatch) {
 		}
 		c.mu.Unlock()
 		if !current {
-			return
+			break // what was accepted before still has its marks cleared
 		}
 		if !accepted {
 			continue

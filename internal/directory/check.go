@@ -41,7 +41,7 @@ func (d *Directory) CheckInvariants(now time.Duration) error {
 			return err
 		}
 		replicas += n
-		if g.recovered != nil && !g.recovered.done {
+		if g.recovered != nil && !g.recovered.accounted {
 			waiting++
 		}
 	}
@@ -215,7 +215,7 @@ func (d *Directory) checkRegion(slot uint32, g *region, sum *poolSums, copies, v
 			sum.ready += r.length()
 			sum.readyPages += g.place.PageBytes
 			sum.objects++
-			if g.state == regionGoing || g.state == regionFreeing || r.has(flagOrphan|flagRestartHeld) {
+			if g.state >= regionGoing || r.has(flagOrphan|flagRestartHeld) {
 				return 0, fmt.Errorf("R6: page %d of region %d is READY", page, g.id)
 			}
 		case replicaRetiring:
@@ -240,6 +240,9 @@ func (d *Directory) checkRegion(slot uint32, g *region, sum *poolSums, copies, v
 	}
 	if g.state == regionGoing && g.leases == 0 && (g.recovered == nil || g.recovered.done) && (g.writer == nil || g.writer.state != StateLeft) {
 		return 0, fmt.Errorf("L1: region %d is going and waits for nothing", g.id)
+	}
+	if g.state == regionReturned && (g.leases == 0 || g.recovered == nil || !g.recovered.accounted) {
+		return 0, fmt.Errorf("L1: region %d is returned and waits for nothing", g.id)
 	}
 	if g.state == regionKept && g.writer == nil && g.ready == 0 {
 		return 0, fmt.Errorf("L1: kept region %d has no keys", g.id)

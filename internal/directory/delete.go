@@ -30,17 +30,10 @@ type markWaiter struct {
 }
 
 // tombstoneKey is a key that was deleted before relisting was complete: a session
-// may still list an older replica of it (R7).
+// may still list an older replica of it (R7). The deletes wait for its mark.
 type tombstoneKey struct {
 	ns  base.NamespaceNumber
 	key base.Key
-}
-
-// tombstone says up to which order the key was deleted, and which deletes wait for
-// the marks.
-type tombstone struct {
-	order base.CommitOrder
-	by    []markWaiter
 }
 
 // Delete hides keys of the caller's namespace at once, every replica of them in every
@@ -125,7 +118,7 @@ func (d *Directory) deleteKey(now time.Duration, ns *namespace, key *base.Key, p
 	}
 	if d.RelistIncomplete() {
 		k := tombstoneKey{ns.number, *key}
-		d.tombstones[k] = tombstone{pd.order, append(d.tombstones[k].by, markWaiter{pd, i})}
+		d.tombstones[k] = append(d.tombstones[k], markWaiter{pd, i})
 	}
 	if o == 0 {
 		return base.CodeNotFound
@@ -143,7 +136,7 @@ func (d *Directory) deleteKey(now time.Duration, ns *namespace, key *base.Key, p
 		if d.regions[g.slot] == g && g.pages[r.page] == ref && !r.has(flagMarkCleared) {
 			// Also what an earlier delete hid: the acknowledgement means every mark.
 			found = true
-			d.waitForMark(r, markWaiter{pd, i})
+			d.waitForMark(ref, markWaiter{pd, i})
 		}
 		ref = next
 	}
@@ -155,23 +148,23 @@ func (d *Directory) deleteKey(now time.Duration, ns *namespace, key *base.Key, p
 }
 
 // waitForMark makes one key of a delete wait for a replica's mark.
-func (d *Directory) waitForMark(r *replica, w markWaiter) {
-	r.setFlag(flagDeleteWaiting)
-	d.markWaiters[r.order] = append(d.markWaiters[r.order], w)
+func (d *Directory) waitForMark(ref replicaRef, w markWaiter) {
+	d.store.replica(ref).setFlag(flagDeleteWaiting)
+	d.markWaiters[ref] = append(d.markWaiters[ref], w)
 	w.delete.waiting[w.key]++
 	w.delete.remaining++
 }
 
 // deleteListed makes the deletes since the restart wait for a RETIRING page that a
 // session lists only now.
-func (d *Directory) deleteListed(g *region, r *replica, key *base.Key) {
-	if t := d.tombstones[tombstoneKey{g.ns.number, *key}]; t.order >= r.order {
-		for _, w := range t.by {
-			if !w.delete.done {
-				d.waitForMark(r, w)
-			}
+func (d *Directory) deleteListed(g *region, ref replicaRef, key *base.Key) {
+	for _, w := range d.tombstones[tombstoneKey{g.ns.number, *key}] {
+		if !w.delete.done {
+			w.delete.codes[w.key] = base.CodeOK
+			d.waitForMark(ref, w)
 		}
 	}
+	r := d.store.replica(ref)
 	for _, id := range d.deleteList {
 		if pd := d.deletes[id]; pd.ns == g.ns && !pd.done && d.meant(pd, r) {
 			r.setFlag(flagDeleteWaiting)
@@ -237,7 +230,7 @@ func (d *Directory) deleteNamespace(now time.Duration, ns *namespace, s *session
 	}
 	pd.ns = ns
 	if d.RelistIncomplete() {
-		d.nsTombs[ns.number] = pd.order
+		d.nsTombs[ns.number] = true
 	}
 	for _, g := range d.regions {
 		if g == nil || g.ns != ns {
@@ -265,14 +258,15 @@ func (d *Directory) deleteNamespace(now time.Duration, ns *namespace, s *session
 
 // markGone tells the deletes that wait for a replica that its mark is gone: cleared,
 // or its region freed.
-func (d *Directory) markGone(r *replica) {
+func (d *Directory) markGone(ref replicaRef) {
+	r := d.store.replica(ref)
 	r.clearFlag(flagDeleteWaiting)
-	for _, w := range d.markWaiters[r.order] {
+	for _, w := range d.markWaiters[ref] {
 		w.delete.waiting[w.key]--
 		w.delete.remaining--
 		d.settleDelete(w.delete)
 	}
-	delete(d.markWaiters, r.order)
+	delete(d.markWaiters, ref)
 	ns := d.regions[r.region].ns
 	for _, id := range slices.Clone(d.deleteList) {
 		if pd := d.deletes[id]; pd != nil && pd.ns == ns && !pd.done && d.meant(pd, r) {
@@ -320,7 +314,7 @@ func (d *Directory) dropDelete(pd *pendingDelete) {
 }
 
 // DeleteStatus appends a code a key of a delete of keys: CodeUnknown for one that
-// waits for marks. It returns the objects that a delete of a namespace hid, and
+// waits for marks, or of which a session may still list a replica. It returns the objects that a delete of a namespace hid, and
 // whether the delete is done. A handle that is not known any more is done.
 // Concurrency: read lock.
 func (d *Directory) DeleteStatus(id DeleteID, dst []base.Code) (codes []base.Code, objects uint64, done bool) {
@@ -329,7 +323,7 @@ func (d *Directory) DeleteStatus(id DeleteID, dst []base.Code) (codes []base.Cod
 		return dst, 0, true
 	}
 	for i, c := range pd.codes {
-		if c == base.CodeOK && !pd.done && (pd.waiting[i] > 0 || d.RelistIncomplete()) {
+		if (c == base.CodeOK || c == base.CodeNotFound) && !pd.done && (pd.waiting[i] > 0 || d.RelistIncomplete()) {
 			c = base.CodeUnknown
 		}
 		dst = append(dst, c)

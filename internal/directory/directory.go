@@ -45,9 +45,9 @@ type Directory struct {
 	deletes     map[DeleteID]*pendingDelete
 	deleteList  []DeleteID
 	nextDelete  DeleteID
-	markWaiters map[base.CommitOrder][]markWaiter
-	tombstones  map[tombstoneKey]tombstone
-	nsTombs     map[base.NamespaceNumber]base.CommitOrder
+	markWaiters map[replicaRef][]markWaiter
+	tombstones  map[tombstoneKey][]markWaiter
+	nsTombs     map[base.NamespaceNumber]bool
 
 	restart restartState
 
@@ -123,8 +123,8 @@ func New(cfg Config) (*Directory, error) {
 		regions:    make([]*region, 1),
 		namespaces: map[base.NamespaceID]*namespace{}, nsByNumber: map[base.NamespaceNumber]*namespace{},
 		hosts: map[base.NodeID]uint64{}, flights: map[uint64]*operation{},
-		deletes: map[DeleteID]*pendingDelete{}, markWaiters: map[base.CommitOrder][]markWaiter{},
-		tombstones: map[tombstoneKey]tombstone{}, nsTombs: map[base.NamespaceNumber]base.CommitOrder{},
+		deletes: map[DeleteID]*pendingDelete{}, markWaiters: map[replicaRef][]markWaiter{},
+		tombstones: map[tombstoneKey][]markWaiter{}, nsTombs: map[base.NamespaceNumber]bool{},
 	}, nil
 }
 
@@ -140,8 +140,9 @@ func (d *Directory) ServerEpoch() base.ServerEpoch { return d.cfg.ServerEpoch }
 // Limits returns the bounds in force, defaults filled in.
 func (d *Directory) Limits() Limits { return d.cfg.Limits }
 
-// SetOwner says which owner incarnation the resource manager gave; until then
-// only private cpu pools can be written.
+// SetOwner says which owner incarnation the resource manager gave, after
+// RecoverRegions; until then only private cpu pools can be written. Sessions whose
+// lists could not be judged before are fenced: they list again.
 // Errors: base.ErrStale for a lower one, base.ErrInvalid beyond 24 bits.
 func (d *Directory) SetOwner(now time.Duration, owner base.Incarnation) error {
 	switch {
@@ -153,7 +154,11 @@ func (d *Directory) SetOwner(now time.Duration, owner base.Incarnation) error {
 		return nil
 	}
 	d.cfg.Owner = owner
+	for _, s := range slices.Clone(d.sessionList) {
+		d.judgeAgain(now, s)
+	}
 	d.poolsChanged(now)
+	d.relistEnded()
 	return nil
 }
 

@@ -59,13 +59,24 @@ func openReq(n byte) *OpenRequest {
 	}
 }
 
+// open opens a session and has it make a call.
 func (r *rig) open(req *OpenRequest) (Caller, OpenResult) {
 	r.t.Helper()
 	res, err := r.d.Open(r.now, req)
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	return Caller{req.Session, res.Epoch}, res
+	who := Caller{req.Session, res.Epoch}
+	r.use(who)
+	return who, res
+}
+
+// use is a call that changes nothing: the session has its secret.
+func (r *rig) use(who Caller) {
+	r.t.Helper()
+	if err := r.d.Acknowledge(r.now, who, nil, nil); err != nil {
+		r.t.Fatal(err)
+	}
 }
 
 // worker opens a worker with a proved pool.

@@ -304,7 +304,7 @@ func (d *Directory) Return(now time.Duration, who Caller, seq base.Sequence, poo
 		return fmt.Errorf("%w: return: region %d is written by session %v", base.ErrDenied, id, g.writerID)
 	case g.private() && g.leases > 0:
 		return fmt.Errorf("%w: return: %d leases are out in region %d", base.ErrPinned, g.leases, id)
-	case g.state == regionGoing || g.state == regionFreeing:
+	case g.state >= regionGoing:
 		return nil
 	case s.relist == relistWaiting:
 		return fmt.Errorf("%w: return: list what the session holds first", base.ErrBusy)

@@ -51,6 +51,9 @@ func FuzzHotCalls(f *testing.F) {
 			r.d.SessionGone(r.now, sid(n), GonePidfd)
 		}
 		r.check()
+		if r.count(EffectFreeRegion) > 0 {
+			r.d.RegionFreed(r.now, 1, 50, nil)
+		}
 		if r.d.RelistIncomplete() {
 			t.Fatal("everybody is gone and the rule does not hold (L1)")
 		}

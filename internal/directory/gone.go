@@ -123,7 +123,7 @@ func (d *Directory) gone(now time.Duration, s *session, reason string) {
 		case g == nil || g.writerID != s.id || g.private():
 		case g.state == regionGoing:
 			d.settleGoing(now, g)
-		case g.state != regionFreeing:
+		case g.state < regionGoing:
 			d.keep(now, g, wasHidden)
 		}
 	}

@@ -105,11 +105,22 @@ func limitErr(setting string, bound any, what string) error {
 	return fmt.Errorf("%w: %s; at most %v (setting %s)", base.ErrLimit, what, bound, setting)
 }
 
+// Manager says whether a resource manager may have what older incarnations of this
+// server left.
+type Manager uint8
+
+// Kinds of [Config.Manager].
+const (
+	ManagerNone     Manager = iota // private cpu pools only: nothing can be left
+	ManagerExpected                // nothing is known of what is left before SetOwner
+)
+
 // Config is what a Directory is made from. Zero durations and limits mean the
 // defaults.
 type Config struct {
 	ServerEpoch base.ServerEpoch // not 0
 	Owner       base.Incarnation // 0: no resource manager yet; private cpu pools only
+	Manager     Manager
 	Limits      Limits
 	// TTL is how long a session lives without a heartbeat (default 10 s).
 	TTL time.Duration

@@ -298,6 +298,30 @@ func (st *store) insertOrphan(r replica) (replicaRef, error) {
 	return ref, nil
 }
 
+// adopt gives an orphan its object. Its number stays: leases name it.
+func (st *store) adopt(ref replicaRef, ns uint32, key *base.Key, parent *base.Digest) error {
+	w := keyWords(key[:])
+	o := st.find(ns, &w)
+	if o == 0 {
+		hash := hashKey(st.seed, ns, &w)
+		if err := st.reserveSlot(hash); err != nil {
+			return err
+		}
+		var err error
+		if o, err = st.newObject(); err != nil {
+			return err
+		}
+		e := &st.objects[o]
+		e.key, e.namespace, e.parent = w, ns, *parent
+		st.segments[segmentOf(hash)].put(tagOf(hash)<<32 | uint64(o))
+	}
+	e, r := &st.objects[o], st.replica(ref)
+	r.clearFlag(flagOrphan)
+	r.object, r.next = o, e.first.next
+	e.first.next = ref
+	return nil
+}
+
 // remove takes a replica out, and its object with the last of them.
 func (st *store) remove(ref replicaRef) {
 	r := st.replica(ref)

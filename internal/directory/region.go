@@ -12,10 +12,11 @@ import (
 type regionState uint8
 
 const (
-	regionGranted regionState = iota + 1 // its writer allocates pages
-	regionKept                           // its writer is gone or has left; never written again
-	regionGoing                          // hidden; goes back when its leases have drained
-	regionFreeing                        // the resource manager was asked to free it
+	regionGranted  regionState = iota + 1 // its writer allocates pages
+	regionKept                            // its writer is gone or has left; never written again
+	regionGoing                           // hidden; goes back when its leases have drained
+	regionFreeing                         // the resource manager was asked to free it
+	regionReturned                        // it has it back, and readers of before a restart are still in it
 )
 
 // region is one granted region. It holds pages of one size, one namespace and one
@@ -169,15 +170,13 @@ func (d *Directory) dropRegion(g *region) {
 			s.cxlUsed -= min(s.cxlUsed, g.place.ExtentBytes)
 		}
 	}
-	if g.recovered != nil && !g.recovered.done {
-		d.restart.regions--
-	}
 	d.regions[g.slot] = nil
 	d.freeSlots = append(d.freeSlots, g.slot)
 	if s := d.sessions[g.writerID]; g.writer == nil && s != nil {
 		s.keptRegions--
 		d.forgetKept(g.writerID)
 	}
+	d.accountedFor(g)
 }
 
 // forgetKept drops the record of a proved-gone session with its last region.
@@ -232,7 +231,7 @@ func (d *Directory) freeReplica(g *region, page uint32, ref replicaRef) {
 		"page %d of region %d is freed with its mark", page, g.id)
 	invariants.Check(!r.has(flagRestartHeld) || g.recovered.done, "R6", "page %d of region %d is freed before rule Server restart", page, g.id)
 	if r.has(flagDeleteWaiting) {
-		d.markGone(r)
+		d.markGone(ref)
 	}
 	if r.has(flagRestartHeld) {
 		g.held--
@@ -291,7 +290,7 @@ func (d *Directory) advance(now time.Duration, g *region, ref replicaRef) {
 			d.freeReplica(g, r.page, ref)
 		}
 		d.settleKept(now, g)
-	case regionGoing:
+	case regionGoing, regionReturned:
 		d.settleGoing(now, g)
 	}
 }
@@ -305,7 +304,7 @@ func (d *Directory) settleKept(now time.Duration, g *region) {
 
 // sendBack hides a whole region and gives it back when its leases have drained.
 func (d *Directory) sendBack(now time.Duration, g *region) {
-	if g.state == regionGoing || g.state == regionFreeing {
+	if g.state >= regionGoing {
 		return
 	}
 	g.state = regionGoing
@@ -322,9 +321,16 @@ func (d *Directory) sendBack(now time.Duration, g *region) {
 	d.settleGoing(now, g)
 }
 
-// settleGoing frees a region that is on its way back and has no lease left.
+// settleGoing frees a region that is on its way back and has no lease left. One that
+// nobody listed after a restart does not wait for its leases, since deletes wait for its
+// marks: the resource manager makes it DRAINING, for good, and the holds of its readers
+// keep its range.
 func (d *Directory) settleGoing(now time.Duration, g *region) {
-	if g.state != regionGoing || g.leases != 0 || (g.recovered != nil && !g.recovered.done) {
+	if g.state == regionReturned && g.leases == 0 {
+		d.dropRegion(g)
+		return
+	}
+	if g.state != regionGoing || (g.recovered != nil && !g.recovered.done) || (g.leases != 0 && !g.unlisted()) {
 		return
 	}
 	if g.writer != nil && g.writer.state == StateLeft {
@@ -346,7 +352,7 @@ func (d *Directory) settleGoing(now time.Duration, g *region) {
 
 // RegionFreed is the answer to EffectFreeRegion. With an error the region stays
 // charged and is asked for again after the retry interval; base.ErrNotFound means
-// that the resource manager has it no more.
+// that the resource manager has it no more. A region with leases is known until they end.
 func (d *Directory) RegionFreed(now time.Duration, poolNumber uint32, id base.RegionID, err error) {
 	g := d.regionOf(poolNumber, id)
 	if g == nil || g.state != regionFreeing {
@@ -357,6 +363,11 @@ func (d *Directory) RegionFreed(now time.Duration, poolNumber uint32, id base.Re
 		return
 	}
 	d.counters.RegionsFreed++
+	if g.leases != 0 {
+		g.state = regionReturned
+		d.accountedFor(g)
+		return
+	}
 	d.dropRegion(g)
 }
 
@@ -435,7 +446,7 @@ func (d *Directory) markCleared(now time.Duration, g *region, ref replicaRef) {
 	r := d.store.replica(ref)
 	r.setFlag(flagMarkCleared)
 	if r.has(flagDeleteWaiting) {
-		d.markGone(r)
+		d.markGone(ref)
 	}
 	d.advance(now, g, ref)
 }

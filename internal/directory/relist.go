@@ -26,15 +26,23 @@ const (
 
 // restartState is what rule "Server restart" needs.
 type restartState struct {
-	regions           int  // recovered regions for which the rule does not hold yet
+	regions           int  // recovered regions that are not accounted for
 	predecessorsEnded bool // the processes of all older incarnations are proved ended ...
 	endedAt           time.Duration
 }
 
 // recovery is what a region of an older incarnation waits for.
 type recovery struct {
-	holders []Holder
-	done    bool
+	holders   []Holder
+	writer    base.SessionID // also of a region that its writer does not hold
+	listed    bool           // its writer has listed it: every mark in it is known here
+	done      bool           // the rule holds
+	accounted bool           // done, and listed or back at the resource manager
+}
+
+// unlisted reports whether marks that nobody here knows of may be in the region, for good.
+func (g *region) unlisted() bool {
+	return g.recovered != nil && g.writer == nil && !g.recovered.listed
 }
 
 func (r *recovery) holds(id base.SessionID) bool {
@@ -57,6 +65,12 @@ type RecoveredRegion struct {
 	Writer      base.SessionID
 	Write       []byte
 	Holders     []Holder
+}
+
+// writerMaps reports whether the writer may have it mapped: a mapper has its hold first,
+// and after a fence there are no new ones.
+func (r *RecoveredRegion) writerMaps() bool {
+	return slices.ContainsFunc(r.Holders, func(h Holder) bool { return h.Session == r.Writer })
 }
 
 // RecoverRegions takes over the regions of the resource manager's list after a start.
@@ -118,18 +132,20 @@ func (d *Directory) recoverRegion(now time.Duration, r *RecoveredRegion) {
 	if p.regions[r.Region] != 0 {
 		return
 	}
-	writer := d.await(now, r.Writer)
+	writerID := r.Writer
+	var owner *session
+	if !r.writerMaps() {
+		writerID = base.SessionID{} // its writer never got it, or gave it up: nobody lists it
+	} else if owner = d.await(now, r.Writer); owner.state == StateKept {
+		owner.keptRegions++
+		owner = nil
+	}
 	for _, h := range r.Holders {
 		d.await(now, h.Session)
 	}
-	owner := writer
-	if writer.state == StateKept {
-		owner = nil
-		writer.keptRegions++
-	}
 	p.reserved += r.Place.ExtentBytes
-	g := d.addRegion(p, d.namespaces[r.Namespace], r.Region, r.Incarnation, r.Place, owner, r.Writer, r.Write)
-	g.recovered = &recovery{holders: append([]Holder(nil), r.Holders...)}
+	g := d.addRegion(p, d.namespaces[r.Namespace], r.Region, r.Incarnation, r.Place, owner, writerID, r.Write)
+	g.recovered = &recovery{holders: append([]Holder(nil), r.Holders...), writer: r.Writer}
 	d.restart.regions++
 	if owner == nil {
 		p.keptBytes += g.capacityBytes()
@@ -165,11 +181,54 @@ func (d *Directory) PredecessorsEnded(now time.Duration) {
 	d.checkRestart(now)
 }
 
-// RelistIncomplete reports whether a recovered region still waits for rule "Server
-// restart". Until it is false, the shell frees no region of an older incarnation, and
-// no delete is acknowledged.
+// RelistIncomplete reports whether something of older incarnations is not accounted for:
+// the resource manager has not listed it yet, or a recovered region waits for rule "Server
+// restart" or, listed by nobody, for the resource manager to have it back. Until it is
+// false, the shell frees no region of an older incarnation but those of EffectFreeRegion,
+// and no delete is acknowledged.
 // Concurrency: read lock.
-func (d *Directory) RelistIncomplete() bool { return d.restart.regions > 0 }
+func (d *Directory) RelistIncomplete() bool { return d.unrecovered() || d.restart.regions > 0 }
+
+// unrecovered reports whether it is not known yet what older incarnations left.
+func (d *Directory) unrecovered() bool {
+	return d.cfg.Manager == ManagerExpected && d.cfg.Owner == 0
+}
+
+// judgeAgain asks a session for its list again that listed too early.
+func (d *Directory) judgeAgain(now time.Duration, s *session) {
+	if !s.unjudged {
+		return
+	}
+	s.unjudged = false
+	s.relist = relistWaiting
+	if s.state == StateLive {
+		d.fence(now, s, "the server knows now which regions it has, and wants this session's list again")
+	}
+}
+
+// accountedFor counts a recovered region off: no mark in it is unknown here.
+func (d *Directory) accountedFor(g *region) {
+	if g.recovered == nil || g.recovered.accounted {
+		return
+	}
+	g.recovered.accounted = true
+	d.restart.regions--
+	d.relistEnded()
+}
+
+// relistEnded ends what waits for the relisting, once it is complete.
+func (d *Directory) relistEnded() {
+	if d.RelistIncomplete() {
+		return
+	}
+	clear(d.tombstones)
+	clear(d.nsTombs)
+	for _, id := range slices.Clone(d.deleteList) {
+		if pd := d.deletes[id]; pd != nil {
+			d.settleDelete(pd)
+		}
+	}
+}
 
 // settled reports whether a session has opened here and listed, or is proved gone.
 func (d *Directory) settled(id base.SessionID) bool {
@@ -182,7 +241,7 @@ func (d *Directory) settled(id base.SessionID) bool {
 // views is also satisfied by a full TTL after the older processes were proved ended.
 // It returns when time alone could change the answer.
 func (d *Directory) restartRule(now time.Duration, g *region) (bool, time.Duration) {
-	if !d.settled(g.writerID) {
+	if !d.settled(g.recovered.writer) {
 		return false, never
 	}
 	next := time.Duration(0)
@@ -215,22 +274,15 @@ func (d *Directory) checkRestart(now time.Duration) time.Duration {
 		}
 		d.restartSettled(now, g)
 	}
-	if d.restart.regions == 0 {
-		clear(d.tombstones)
-		clear(d.nsTombs)
-		for _, id := range append([]DeleteID(nil), d.deleteList...) {
-			if pd := d.deletes[id]; pd != nil {
-				d.settleDelete(pd)
-			}
-		}
-	}
 	return next
 }
 
 // restartSettled lets the pages of a recovered region go on.
 func (d *Directory) restartSettled(now time.Duration, g *region) {
 	g.recovered.done = true
-	d.restart.regions--
+	if !g.unlisted() {
+		d.accountedFor(g)
+	}
 	for page := range g.pages {
 		ref := g.pages[page]
 		if ref == 0 {
@@ -270,10 +322,12 @@ func (d *Directory) releaseQuarantine(now time.Duration, g *region, ref replicaR
 // Relist takes a frame of a session's list after a restart and appends a
 // hot.RelistResult a page to dst. It is idempotent; the frame with Last ends the list,
 // and only then the session's commits are taken. Pages of regions that are not the
-// session's, and of private cpu pools (the writer knows its own), are refused. A
-// scheduler, which holds nothing, sends an empty list.
+// session's, and of private cpu pools (the writer knows its own), are refused. While it
+// is not known what older incarnations left, pages are kept as they are: SetOwner asks
+// for the list again. A scheduler, which holds nothing, sends an empty list.
 // Errors, with nothing taken: base.ErrStale; base.ErrLimit when the leases would pass
-// the session's limit or the table is full; base.ErrInvalid.
+// the session's limit or the table is full; base.ErrInvalid. base.ErrFull without memory:
+// the frame may be sent again.
 func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest, dst []byte) ([]byte, error) {
 	s, err := d.begin(now, who)
 	if err != nil {
@@ -291,7 +345,14 @@ func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest
 	}
 	for i := range req.Pages.Len() {
 		page := req.Pages.At(i)
-		dst = append(dst, byte(d.relistPage(s, &page, open)))
+		res, err := d.relistPage(s, &page, open)
+		if err != nil {
+			return dst, fmt.Errorf("relist: %w", err)
+		}
+		if res == hot.RelistRefused {
+			d.counters.RelistRefused++
+		}
+		dst = append(dst, byte(res))
 	}
 	if !open {
 		return dst, nil
@@ -304,6 +365,11 @@ func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest
 	}
 	if req.Last {
 		s.relist = relistDone
+		for _, slot := range s.regions {
+			if g := d.regions[slot]; g.recovered != nil {
+				g.recovered.listed = true
+			}
+		}
 		d.checkRestart(now)
 	}
 	return dst, nil
@@ -335,29 +401,37 @@ func (d *Directory) checkRelist(s *session, req *hot.RelistRequest) error {
 	return nil
 }
 
-func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) hot.RelistResult {
+func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) (hot.RelistResult, error) {
 	g := d.regionOf(p.Pool, p.Region)
+	if g == nil && d.unrecovered() && p.Region < base.FirstPrivateRegion {
+		s.unjudged = true
+		return hot.RelistKept, nil
+	}
 	if g == nil || g.private() || g.writer != s || g.state != regionGranted || g.recovered == nil {
-		return hot.RelistRefused
+		return hot.RelistRefused, nil
 	}
 	page, ok := g.pageAt(p.Offset)
 	if !ok || p.Length == 0 || p.Length > g.place.PageBytes || p.Generation.High() != uint32(g.incarnation) ||
 		p.Generation.Counter() == 0 || p.Key.IsZero() {
-		return hot.RelistRefused
+		return hot.RelistRefused, nil
 	}
 	if ref := g.pages[page]; ref != 0 {
 		r := d.store.replica(ref)
 		if r.has(flagRestartHeld) {
 			if r.generation != p.Generation {
-				return hot.RelistRefused
+				return hot.RelistRefused, nil
 			}
-			return relistResultOf(r)
+			return relistResultOf(r), nil
 		}
 		if !open {
-			return hot.RelistRefused
+			return hot.RelistRefused, nil
 		}
-		// Leases named the page first: it stays theirs, and is the writer's too. Of two
-		// generations the writer knows the current one.
+		// Leases named the page first: it stays theirs, and is the writer's too, under its
+		// key, so that a delete finds it. Of two generations the writer knows the current one.
+		if err := d.store.adopt(ref, uint32(g.ns.number), &p.Key, &p.Parent); err != nil {
+			return 0, err
+		}
+		r = d.store.replica(ref)
 		r.generation = max(r.generation, p.Generation)
 		r.checksum, r.order = p.Checksum, p.Order
 		d.account(g, r, -1)
@@ -366,53 +440,43 @@ func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) hot.Rel
 		g.held++
 		g.last[page] = r.generation
 		d.account(g, r, +1)
-		return d.relistState(g, r, p)
+		return d.relistState(g, ref, p), nil
 	}
 	if !open {
-		return hot.RelistRefused
+		return hot.RelistRefused, nil
 	}
-	r := replica{
+	// An uncertain page is never published here, but what is known of it may be deleted.
+	w := keyWords(p.Key[:])
+	ns := uint32(g.ns.number)
+	ref, err := d.store.insert(ns, &w, d.store.find(ns, &w), &p.Parent, replica{
 		generation: p.Generation, order: p.Order, checksum: p.Checksum, region: g.slot, page: page,
 		lengthState: p.Length<<8 | uint64(replicaQuarantined|flagRestartHeld),
-	}
-	var ref replicaRef
-	var err error
-	if p.State == hot.RelistUncertain {
-		ref, err = d.store.insertOrphan(r)
-	} else {
-		w := keyWords(p.Key[:])
-		ns := uint32(g.ns.number)
-		ref, err = d.store.insert(ns, &w, d.store.find(ns, &w), &p.Parent, r)
-	}
+	})
 	if err != nil {
-		// No memory for the record: the region must not be reused behind it.
-		d.counters.RelistRefused++
-		return hot.RelistRefused
+		return 0, err
 	}
 	g.pages[page] = ref
 	g.last[page] = p.Generation
 	g.used++
 	g.held++
-	rp := d.store.replica(ref)
-	d.account(g, rp, +1)
-	return d.relistState(g, rp, p)
+	r := d.store.replica(ref)
+	d.account(g, r, +1)
+	return d.relistState(g, ref, p), nil
 }
 
 // relistState retires what was retiring, or was deleted since (R7). The page waits for
 // its mark and for the rule.
-func (d *Directory) relistState(g *region, r *replica, p *hot.RelistPage) hot.RelistResult {
-	deleted := false
-	if t, ok := d.tombstones[tombstoneKey{g.ns.number, p.Key}]; ok {
-		deleted = t.order >= p.Order
-	}
-	if order, ok := d.nsTombs[g.ns.number]; ok {
-		deleted = deleted || order >= p.Order
-	}
-	if p.State == hot.RelistRetiring || (p.State == hot.RelistReady && deleted) {
+func (d *Directory) relistState(g *region, ref replicaRef, p *hot.RelistPage) hot.RelistResult {
+	r := d.store.replica(ref)
+	_, deleted := d.tombstones[tombstoneKey{g.ns.number, p.Key}]
+	deleted = deleted || d.nsTombs[g.ns.number]
+	// A session lists what it committed to older incarnations; a delete at this one means
+	// all of that.
+	if p.State == hot.RelistRetiring || deleted {
 		d.account(g, r, -1)
 		r.setState(replicaRetiring)
 		d.account(g, r, +1)
-		d.deleteListed(g, r, &p.Key)
+		d.deleteListed(g, ref, &p.Key)
 	}
 	return relistResultOf(r)
 }

@@ -172,10 +172,22 @@ func TestServerRestart(t *testing.T) {
 		t.Fatal("region 51 went back before its writer is proved gone")
 	}
 	r.d.SessionGone(r.now, sid(9), GonePidfd)
-	if r.count(EffectFreeRegion) != 1 || r.d.RelistIncomplete() {
-		t.Fatal("region 51 does not go back")
+	if r.count(EffectFreeRegion) != 1 || !r.d.RelistIncomplete() {
+		t.Fatal("region 51 does not go back, or relisting is complete before it did")
+	}
+	r.d.RegionFreed(r.now, 1, 51, base.ErrUnavailable)
+	if !r.d.RelistIncomplete() {
+		t.Fatal("relisting is complete though the resource manager was not reached")
+	}
+	r.now += 2 * time.Second
+	r.d.Tick(r.now)
+	if r.count(EffectFreeRegion) != 1 {
+		t.Fatal("it is not asked again")
 	}
 	r.d.RegionFreed(r.now, 1, 51, nil)
+	if r.d.RelistIncomplete() {
+		t.Fatal("region 51 is back and relisting is not complete")
+	}
 	r.check()
 }
 

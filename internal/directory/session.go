@@ -69,6 +69,8 @@ type session struct {
 	relist relistProgress
 	// listed: the RM's list named it as a writer or holder of a recovered region.
 	listed bool
+	// unjudged: it listed before the RM's list was known, and must list again then.
+	unjudged bool
 }
 
 type regionKey struct {
@@ -79,6 +81,24 @@ type regionKey struct {
 // holds reports whether the session's record must stay.
 func (s *session) holds() bool {
 	return s.cpu != nil || len(s.regions) > 0 || s.leases > 0 || (s.listed && s.relist == relistWaiting)
+}
+
+// unused reports whether no call of the session ever came: its secret may be with nobody,
+// and it has written and mapped nothing. Its expiry is its end, and it keeps nobody out.
+func (s *session) unused() bool {
+	return !s.shown && s.spare == Secret{} && s.state != StateAwaited && !s.listed && len(s.regions) == 0 && s.leases == 0
+}
+
+// dropUnused ends sessions that hold an engine's rank and were never used.
+func (d *Directory) dropUnused(now time.Duration, req *OpenRequest) {
+	if req.EngineID == "" || req.Role != base.RoleWorker {
+		return
+	}
+	for _, o := range slices.Clone(d.sessionList) {
+		if o.id != req.Session && o.engine == req.EngineID && o.rank == req.Rank && o.role == base.RoleWorker && o.state == StateLive && o.unused() {
+			d.gone(now, o, "it was never used, and another session has its rank")
+		}
+	}
 }
 
 // Open registers a session, or gives a known one a new epoch. An error changes
@@ -129,6 +149,7 @@ func (d *Directory) Open(now time.Duration, req *OpenRequest) (OpenResult, error
 	if err != nil {
 		return OpenResult{}, err
 	}
+	d.dropUnused(now, req)
 	awaited := s != nil && s.state == StateAwaited
 	if s == nil {
 		s = &session{id: req.Session}
@@ -262,7 +283,7 @@ func (d *Directory) checkEngine(now time.Duration, req *OpenRequest) error {
 		return nil
 	}
 	for _, o := range d.sessionList {
-		if o.id == req.Session || o.engine != req.EngineID || o.state != StateLive {
+		if o.id == req.Session || o.engine != req.EngineID || o.state != StateLive || o.unused() {
 			continue
 		}
 		if o.world != max(req.WorldSize, 1) {
@@ -383,7 +404,7 @@ func (d *Directory) namespaceFor(id base.NamespaceID) (*namespace, error) {
 func (d *Directory) dropNamespace() bool {
 	var oldest *namespace
 	for _, ns := range d.namespaces {
-		if ns.sessions == 0 && ns.regions == 0 && d.nsTombs[ns.number] == 0 && (oldest == nil || ns.number < oldest.number) {
+		if ns.sessions == 0 && ns.regions == 0 && !d.nsTombs[ns.number] && (oldest == nil || ns.number < oldest.number) {
 			oldest = ns
 		}
 	}
@@ -516,11 +537,15 @@ func (d *Directory) expireDue(now time.Duration) {
 		return
 	}
 	next := never
+	var unused []*session
 	for _, s := range d.sessionList {
 		if s.state != StateLive {
 			continue
 		}
 		if s.deadline <= now {
+			if s.unused() {
+				unused = append(unused, s)
+			}
 			d.counters.SessionsExpired++
 			d.effect(Effect{Kind: EffectSessionExpired, Session: s.id, Epoch: s.epoch})
 			d.suspend(now, s, fmt.Sprintf("no heartbeat came for %v", d.cfg.TTL))
@@ -529,6 +554,9 @@ func (d *Directory) expireDue(now time.Duration) {
 		next = min(next, s.deadline)
 	}
 	d.nextExpiry = next
+	for _, s := range unused {
+		d.gone(now, s, "it was never used")
+	}
 	d.trimExpired()
 }
 

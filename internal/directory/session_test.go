@@ -232,7 +232,10 @@ func TestCPUBudget(t *testing.T) {
 	open := func(n byte) error {
 		req := openReq(n)
 		req.CPUBytes = 1 << 20
-		_, err := r.d.Open(r.now, req)
+		res, err := r.d.Open(r.now, req)
+		if err == nil {
+			r.use(Caller{req.Session, res.Epoch})
+		}
 		return err
 	}
 	for n := byte(1); n <= 4; n++ {
@@ -480,4 +483,39 @@ func TestLostOpen(t *testing.T) {
 	if err := again(Secret{1, 9}, Secret{}); base.CodeOf(err) != base.CodeDenied {
 		t.Fatalf("no secret: %v", err)
 	}
+}
+
+// The first Open's answer is lost and the client comes back under another id. What nobody
+// ever used keeps no rank, and its budget comes back with its expiry.
+func TestOpenNeverUsed(t *testing.T) {
+	r := newRig(t, func(c *Config) { c.CPUBudgetBytes = 2 << 20 })
+	req := engineReq(1, "e", 0, 1)
+	req.CPUBytes = 1 << 20
+	res, err := r.d.Open(r.now, req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req = engineReq(2, "e", 0, 1)
+	req.CPUBytes = 1 << 20
+	r.open(req)
+	if free := r.d.BudgetFreeBytes(nodeA); free != 1<<20 {
+		t.Fatalf("%d bytes of the budget are free", free)
+	}
+	_, err = r.d.Heartbeat(r.now, Caller{sid(1), res.Epoch}, &HeartbeatRequest{Sequence: 1})
+	wantErr(t, err, base.ErrStale)
+	r.check()
+
+	other := openReq(3)
+	other.CPUBytes = 1 << 20
+	if _, err := r.d.Open(r.now, other); err != nil {
+		t.Fatal(err)
+	}
+	r.now += 11 * time.Second
+	r.d.Tick(r.now)
+	if free := r.d.BudgetFreeBytes(nodeA); free != 1<<20 {
+		t.Fatalf("%d bytes of the budget are free after the expiry", free)
+	}
+	other.Secret = Secret{3, 2}
+	r.open(other) // its secret was with nobody: it is a new session
+	r.check()
 }

@@ -298,6 +298,9 @@ func TestSecondWorkerOfRank(t *testing.T) {
 		return func(m *maruv1.OpenRequest) { m.EngineId, m.Rank, m.WorldSize = "engine", rank, 2 }
 	}
 	first := newClient(t, s.ControlAddress(), engine(0))
+	if _, err := first.heartbeat(); err != nil {
+		t.Fatal(err) // one that was never used keeps nobody out
+	}
 	newClient(t, s.ControlAddress(), engine(1))
 	m := workerRequest(base.NewID())
 	engine(0)(m)

@@ -22,7 +22,7 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 	if err != nil {
 		return err
 	}
-	recovered, unmapped, err := recoveredRegions(regions, holds, incarnation)
+	recovered, err := recoveredRegions(regions, holds, incarnation)
 	if err != nil {
 		return err
 	}
@@ -34,9 +34,6 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 		if err := d.RecoverRegions(now, recovered); err != nil {
 			return err
 		}
-		for _, writer := range unmapped {
-			d.SessionGone(now, writer, directory.GoneDeregistered)
-		}
 		if ended {
 			d.PredecessorsEnded(now)
 		}
@@ -44,26 +41,22 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 	})
 }
 
-// recoveredRegions puts the RM's two lists together. A region without holders needs
-// no protection and is left to the sweep. A writer without any hold maps nothing, and
-// never will: the RM refuses holds of a fenced incarnation. It is returned apart, as
-// a mapper that is gone.
+// recoveredRegions puts the RM's two lists together. What nobody holds is in the list too:
+// deletes wait until its marks are gone.
 func recoveredRegions(regions []*maruv1.RegionInfo, holds []*maruv1.HoldInfo, incarnation base.Incarnation,
-) (out []directory.RecoveredRegion, unmapped []base.SessionID, _ error) {
+) (out []directory.RecoveredRegion, _ error) {
 	holders := make(map[regionAt][]directory.Holder)
-	mappers := make(map[base.SessionID]struct{})
 	for _, h := range holds {
 		session, err := base.IDFromBytes("session_id", h.GetSessionId())
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		pool, err := base.IDFromBytes("pool_id", h.GetPoolId())
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		at := regionAt{pool, base.RegionID(h.GetRegionId())}
 		holders[at] = append(holders[at], directory.Holder{Session: session, Views: h.GetViews()})
-		mappers[session] = struct{}{}
 	}
 	for _, r := range regions {
 		if base.Incarnation(r.GetOwnerIncarnation()) == incarnation || r.GetState() == maruv1.RegionState_REGION_STATE_DRAINING {
@@ -71,18 +64,12 @@ func recoveredRegions(regions []*maruv1.RegionInfo, holds []*maruv1.HoldInfo, in
 		}
 		region, err := recoveredRegion(r)
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		region.Holders = holders[regionAt{region.Pool, region.Region}]
-		if len(region.Holders) == 0 {
-			continue
-		}
-		if _, maps := mappers[region.Writer]; !maps {
-			unmapped = append(unmapped, region.Writer)
-		}
 		out = append(out, region)
 	}
-	return out, unmapped, nil
+	return out, nil
 }
 
 func recoveredRegion(r *maruv1.RegionInfo) (directory.RecoveredRegion, error) {

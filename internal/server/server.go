@@ -109,8 +109,12 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	for s.epoch == 0 {
 		s.epoch = base.ServerEpoch(randomUint64())
 	}
+	manager := directory.ManagerExpected
+	if cfg.CPUOnly {
+		manager = directory.ManagerNone
+	}
 	s.dir.Directory, err = directory.New(directory.Config{
-		ServerEpoch: s.epoch, Limits: cfg.Limits, TTL: cfg.TTL,
+		ServerEpoch: s.epoch, Manager: manager, Limits: cfg.Limits, TTL: cfg.TTL,
 		CPUBudgetBytes: cfg.CPUBudgetBytes, CXLBytes: cfg.CXLBudgetBytes, HashSeed: randomUint64(), Memory: offheap.OS{},
 	})
 	if err != nil {

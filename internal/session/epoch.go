@@ -36,9 +36,9 @@ type Snapshot struct {
 // Opened takes an answered Open. At the same server epoch everything is kept: the
 // server knows it. After a restart of the server, or when it asks, the snapshot of
 // READY, RETIRING and uncertain pages and of the leases is returned, which the shell
-// sends as Relist frames; until it is acknowledged nothing is committed. Commits
-// without an answer are uncertain then, for good: their operations end here, and a late
-// answer of the old epoch changes nothing. Private cpu regions of a server that is gone
+// sends as Relist frames; until it is acknowledged nothing is committed. Commits to
+// another server without an answer are uncertain then, for good: their operations end
+// here, and a late answer changes nothing. Private cpu regions of a server that is gone
 // are given up: the new one knows none of them.
 func (c *Core) Opened(o Opening) *Snapshot {
 	if c.phase == HasLeft || c.phase == Closed {
@@ -56,6 +56,9 @@ func (c *Core) Opened(o Opening) *Snapshot {
 	}
 	c.phase = Relisting
 	for seq, op := range c.commits {
+		if op.serverEpoch == o.ServerEpoch {
+			continue // this server can still resolve it
+		}
 		for _, ref := range op.refs {
 			c.quarantine(seq, ref)
 		}
@@ -91,11 +94,11 @@ func (c *Core) renumber(pools []PoolNumber) {
 // Renumber takes the pools that the server named since.
 func (c *Core) Renumber(pools []PoolNumber) { c.renumber(pools) }
 
-func (c *Core) snapshot(sharedOnly bool) *Snapshot {
+func (c *Core) snapshot(restarted bool) *Snapshot {
 	s := &Snapshot{Epoch: c.epoch, ServerEpoch: c.serverEpoch}
 	for _, r := range c.own {
-		if sharedOnly && r.Private() || r.mode == going {
-			continue
+		if r.Private() || r.mode == going {
+			continue // a server knows its private regions, and no other does
 		}
 		for i := range r.pages[:r.fresh] {
 			p := &r.pages[i]
@@ -105,12 +108,12 @@ func (c *Core) snapshot(sharedOnly bool) *Snapshot {
 				state = hot.RelistReady
 			case p.state == Retiring:
 				state = hot.RelistRetiring
-			case p.state == Quarantined && p.flags&uncertain != 0:
+			case p.state == Quarantined && p.flags&uncertain != 0 && c.commits[p.op] == nil:
 				state = hot.RelistUncertain
 			default:
 				continue
 			}
-			if sharedOnly {
+			if restarted {
 				p.flags &^= reclaim | acking // what the old server said of it is void
 			}
 			ref := PageRef{Region: r.ID, Index: base.PageIndex(i), Generation: p.gen} //nolint:gosec // a page
@@ -127,7 +130,7 @@ func (c *Core) snapshot(sharedOnly bool) *Snapshot {
 	for _, b := range c.book {
 		for i, row := range b.Rows {
 			r := c.regions[row.Region]
-			if row.Region == 0 || r == nil || sharedOnly && r.Private() {
+			if row.Region == 0 || r == nil || r.Private() {
 				continue
 			}
 			s.Leases = append(s.Leases, hot.RelistLease{
@@ -160,6 +163,7 @@ func (c *Core) Relisted(s *Snapshot, first int, results []byte, clear []PageRef)
 		}
 		switch hot.RelistResult(res) {
 		case hot.RelistKept:
+			// The server cannot judge yet, and will ask for the list again.
 		case hot.RelistRetire:
 			if p.state != Retiring {
 				p.flags &^= uncertain
@@ -172,11 +176,27 @@ func (c *Core) Relisted(s *Snapshot, first int, results []byte, clear []PageRef)
 		case hot.RelistQuarantined:
 			c.doubt(r, p)
 		case hot.RelistRefused:
-			// The region is not ours there: it takes no new pages and goes when idle.
-			c.doubt(r, p)
-			c.Drain(r.ID)
+			// The region is not ours there: it takes no new pages and goes when idle, and no
+			// mark stays behind in it.
+			clear = c.disown(r, clear)
 		}
 	}
+	return clear
+}
+
+// disown gives up a region that the server does not know as ours.
+func (c *Core) disown(r *region, clear []PageRef) []PageRef {
+	for i := range r.pages[:r.fresh] {
+		p := &r.pages[i]
+		c.doubt(r, p)
+		if p.flags&marked == 0 || p.flags&clearing != 0 {
+			continue
+		}
+		if ref := c.clear(r, base.PageIndex(i), p); ref != (PageRef{}) { //nolint:gosec // a page
+			clear = append(clear, ref)
+		}
+	}
+	c.Drain(r.ID)
 	return clear
 }
 
@@ -221,6 +241,7 @@ func (c *Core) Leave() {
 	for _, r := range c.own {
 		for i := range r.pages[:r.fresh] {
 			if p := &r.pages[i]; p.state != Left {
+				r.endClear(p)
 				p.flags = 0
 				r.set(p, Left)
 			}

@@ -94,7 +94,7 @@ func (c *Core) clear(r *region, i base.PageIndex, p *page) PageRef {
 		c.Cleared(ref, true)
 		return PageRef{}
 	}
-	p.flags |= clearing
+	r.startClear(p)
 	return ref
 }
 
@@ -121,22 +121,28 @@ func (c *Core) reclaimPage(e Event) PageRef {
 	return c.clear(r, i, p)
 }
 
-// Cleared says that a mark was cleared and flushed. With done false it could not be
-// (the memory faults): nothing is acknowledged and the page stays where it is, so that
-// the server, which waits, names it.
+// Cleared says that a mark was cleared and flushed; the shell says it of each page that
+// Receive or Relisted gave it. With done false it could not be (the memory faults):
+// nothing is acknowledged and the page stays where it is, so that the server, which
+// waits, names it.
 func (c *Core) Cleared(ref PageRef, done bool) {
 	r := c.regions[ref.Region]
 	if r == nil {
 		return
 	}
 	p := r.page(ref.Index)
-	if p == nil || p.gen != ref.Generation || !done {
+	if p == nil || p.gen != ref.Generation {
 		return
 	}
-	ack := c.ack(ref)
-	p.flags &^= clearing | marked
-	c.cleared = append(c.cleared, ack)
-	c.tryFree(r, ref.Index, p)
+	r.endClear(p)
+	if done {
+		p.flags &^= marked
+		if p.state == Retiring {
+			c.cleared = append(c.cleared, c.ack(ref))
+			c.tryFree(r, ref.Index, p)
+		}
+	}
+	c.settle(r)
 }
 
 // tryFree acknowledges a page that was reclaimed and whose mark is cleared. It is free

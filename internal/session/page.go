@@ -52,6 +52,21 @@ const (
 	acking
 )
 
+// startClear and endClear keep count of the pages whose mark is being cleared.
+func (r *region) startClear(p *page) {
+	if p.flags&clearing == 0 {
+		p.flags |= clearing
+		r.clears++
+	}
+}
+
+func (r *region) endClear(p *page) {
+	if p.flags&clearing != 0 {
+		p.flags &^= clearing
+		r.clears--
+	}
+}
+
 // page is pointer-free, so that the collector never walks a pool's pages, and nothing
 // of a page that was never used is touched.
 type page struct {
@@ -110,6 +125,7 @@ type region struct {
 	free   uint32 // head of the free list: index + 1
 	fresh  uint32 // pages from here on were never used
 	counts [stateCount]uint64
+	clears int  // pages whose mark the shell is clearing
 	avail  bool // in its medium's list of regions with free pages
 }
 
@@ -155,15 +171,17 @@ func (r *region) take() (base.PageIndex, bool) {
 // release puts a page back on the free list.
 func (r *region) release(i base.PageIndex) {
 	p := &r.pages[i]
+	r.endClear(p)
 	p.flags, p.op, p.gen, p.order = 0, 0, 0, 0
 	p.next = r.free
 	r.free = uint32(i) + 1
 	r.set(p, Free)
 }
 
-// idle reports whether the mapping can go (D1).
+// idle reports whether the mapping can go (D1). What the shell was told to clear is
+// cleared first: nobody else reaches a mark in a region whose writer lives.
 func (r *region) idle() bool {
-	return r.leases == 0 && r.counts[Writing] == 0 && r.counts[Committing] == 0
+	return r.leases == 0 && r.clears == 0 && r.counts[Writing] == 0 && r.counts[Committing] == 0
 }
 
 func (r *region) page(i base.PageIndex) *page {

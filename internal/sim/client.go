@@ -262,23 +262,16 @@ func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 				out, err = d.Relist(w.now, l.who, &req, nil)
 				return err
 			})
-			if err == nil {
-				w.server.listedPages(snap.Pages[first:end], leases)
-			}
 			answer(out, err)
 		}, func(out []byte, err error, _ fate) {
 			if err != nil {
+				c.clearMarks(clear)
 				if !l.over {
 					c.lose(l)
 				}
 				return
 			}
 			clear = c.core.Relisted(snap, first, out, clear)
-			for i, res := range out {
-				if hot.RelistResult(res) == hot.RelistRefused {
-					w.refused(snap.Pages[first+i].Checksum)
-				}
-			}
 			if !req.Last {
 				frame(end, len(snap.Pages), snap.Leases)
 				return

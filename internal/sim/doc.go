@@ -30,18 +30,10 @@
 //   - R4 to R6, S1 by Directory.CheckInvariants and, under -tags invariants, by the
 //     assertions of the cores.
 //   - R7 what was retired or deleted with acknowledgement is never found again, and no
-//     mark of it is on the device.
+//     mark of it is on the device, in any region that does not drain: a rebuild would
+//     read none.
 //   - L1 when faults stop, nothing stays retiring, quarantined, suspect or draining, and
 //     when all have closed or died every byte is free.
-//
-// # What it does not hold against the cores
-//
-// Four interleavings leave the mark of a deleted object on the device although its
-// delete was acknowledged; only a rebuild, which does not exist yet, would read it. Such
-// replicas are marked blind and their marks are not looked at: those of an older server
-// epoch that nobody lists; deletes at a server that is no owner yet; pages that such a
-// server refused in a list, and their regions; pages that a reader's lease named before
-// their writer listed them.
 //
 // A Fault plants an error into an actor, to show that the checks find it.
 //

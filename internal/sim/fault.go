@@ -22,17 +22,19 @@ const (
 	MarkWithoutAsking         // a writer writes marks without the page's lock and state
 	UnholdBeforeUnmap         // a mapper gives its hold back and unmaps later
 	PublishBeforeWrite        // a writer commits before the last byte
-	ForgetHolders             // a restarted server waits for no holder of the RM's list
+	ForgetHolders             // a restarted server waits for no reader of the RM's list
 	AckDeleteAtOnce           // the server acknowledges a delete before the marks are cleared
 	ReleaseWhileListing       // a client's releases overtake its list after a restart
 	SchedulerDenied           // the server refuses the empty list of a scheduler after a restart
+	RecoverHeldOnly           // a restarted server does not take over regions that nobody holds
+	OwnerNotAwaited           // a server that is no owner yet takes nothing to be left of older ones
 	faultCount
 )
 
 var faultNames = [...]string{
 	"none", "free-ignores-holds", "ack-before-commit", "timeout-is-abort", "reuse-at-retire", "expiry-is-proof",
 	"read-ignores-expiry", "mark-without-asking", "unhold-before-unmap", "publish-before-write", "forget-holders", "ack-delete-at-once",
-	"release-while-listing", "scheduler-denied",
+	"release-while-listing", "scheduler-denied", "recover-held-only", "owner-not-awaited",
 }
 
 func (f Fault) String() string {

@@ -92,7 +92,6 @@ type stored struct {
 	server  base.ServerEpoch
 	retired bool // the writer was told so
 	deleted bool // and its delete was acknowledged
-	blind   bool // a delete cannot know of its mark
 }
 
 // truth is every commit of the run.

@@ -92,16 +92,6 @@ func (w *world) found(key base.Key, serial uint64) {
 	}
 }
 
-// refused: a server that was no owner yet did not know the region of a listed page. It is
-// uncertain from then on, a delete of its key does not find it, and the writer drains the
-// region and unmaps it with the marks that are in it.
-func (w *world) refused(serial uint64) {
-	if s := w.truth.bySerial[serial]; s != nil {
-		s.blind = true
-		w.blind[s.region] = true
-	}
-}
-
 // probed takes a hit of a probe.
 func (w *world) probed(key int) {
 	for _, s := range w.truth.list {
@@ -126,8 +116,6 @@ func (w *world) meantBy(key base.Key) (out []*stored) {
 func (w *world) deleted(list []*stored) {
 	for _, s := range list {
 		s.deleted = true
-		// A server that is no owner yet does not know what older ones left on the device.
-		s.blind = s.blind || s.server != w.server.epoch && w.server.incarnation == 0
 	}
 }
 
@@ -157,32 +145,12 @@ func (w *world) checkMarks(regions []core.RegionInfo) {
 				continue
 			}
 			for _, s := range w.truth.list {
-				if s.order == order && s.region == r.ID && s.deleted && !s.blind && !w.blind[r.ID] && w.listed(s) {
+				if s.order == order && s.region == r.ID && s.deleted {
 					w.fail("R7", "%v was deleted with acknowledgement and its mark is in region %d, page %d", s.tag, r.ID, p)
 				}
 			}
 		}
 	}
-}
-
-// listed reports whether the server of now knows of a replica. What a dead writer left
-// to an older server is nobody's until the sweep: its marks stay on the device until the
-// resource manager has the region back, and only a rebuild would read them.
-func (w *world) listed(s *stored) bool {
-	if !w.server.alive() {
-		return false
-	}
-	if s.server == w.server.epoch {
-		return true
-	}
-	for _, c := range w.clients {
-		if c.id == s.session {
-			l := c.current()
-			return c.alive() && l != nil && l.server == w.server.epoch && c.core.Phase() == session.Live &&
-				c.maps[s.region] != nil && w.server.dir.KnowsRegion(w.manager.pool(), s.region)
-		}
-	}
-	return false
 }
 
 func (w *world) play() {
@@ -381,6 +349,23 @@ func (w *world) stopServer() {
 		}
 	}
 	w.at(nil, w.between(time.Millisecond, 3*time.Second), s.start)
+	if w.trouble(w.rough / 4) {
+		w.stopManager()
+	}
+	if w.trouble(w.rough / 2) {
+		w.purge()
+	}
+}
+
+// purge has keys deleted while a server finds out what older ones left.
+func (w *world) purge() {
+	for _, c := range w.liveClients(base.RoleWorker) {
+		for range 4 {
+			for _, k := range w.keys(3) {
+				w.at(c.process, w.between(0, 8*time.Second), func() { c.remove(k) })
+			}
+		}
+	}
 }
 
 // finish stops the faults and sees that everything comes back (L1).

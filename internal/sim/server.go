@@ -3,6 +3,7 @@ package sim
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -44,42 +45,8 @@ type serverActor struct {
 	flights     map[flightKey][]func()
 	acquired    map[flightKey]bool
 	meant       map[flightKey][]*stored
-	named       map[listedPage]listedBy
 	draining    map[base.RegionID]time.Duration
 	waiting     []func() // for a region that goes free
-}
-
-// listedPage is a page of a list after a restart, listedBy who named it first.
-type listedPage struct {
-	region base.RegionID
-	offset uint64
-}
-
-type listedBy uint8
-
-const (
-	byWriter listedBy = iota + 1
-	byReader
-)
-
-// listedPages follows who named which page first: the directory keeps no key of a page
-// that a reader's lease named before its writer did, so that a delete does not find it.
-func (s *serverActor) listedPages(pages []hot.RelistPage, leases []hot.RelistLease) {
-	for i := range pages {
-		p := listedPage{pages[i].Region, pages[i].Offset}
-		if s.named[p] == 0 {
-			s.named[p] = byWriter
-		}
-		if t := s.w.truth.bySerial[pages[i].Checksum]; t != nil && s.named[p] == byReader {
-			t.blind = true
-		}
-	}
-	for i := range leases {
-		p := listedPage{leases[i].Region, leases[i].Offset}
-		if s.named[p] == 0 {
-			s.named[p] = byReader
-		}
-	}
 }
 
 type flightKey struct {
@@ -102,11 +69,15 @@ func (s *serverActor) start() {
 	s.peers = map[base.SessionID]*clientActor{}
 	s.deletes = map[directory.DeleteID][]func(){}
 	s.flights, s.acquired = map[flightKey][]func(){}, map[flightKey]bool{}
-	s.meant, s.named = map[flightKey][]*stored{}, map[listedPage]listedBy{}
+	s.meant = map[flightKey][]*stored{}
 	s.draining = map[base.RegionID]time.Duration{}
+	manager := directory.ManagerExpected
+	if w.opt.Fault == OwnerNotAwaited {
+		manager = directory.ManagerNone
+	}
 	d, err := directory.New(directory.Config{
 		ServerEpoch: s.epoch, TTL: ttl, RequestLeaseTTL: 5 * time.Second, EventTimeout: 20 * time.Second, RetryInterval: time.Second,
-		CPUBudgetBytes: cpuBudgetBytes, HashSeed: w.rng.Uint64(),
+		CPUBudgetBytes: cpuBudgetBytes, HashSeed: w.rng.Uint64(), Manager: manager,
 		Limits: directory.Limits{
 			MaxObjects: 4096, MaxExtraReplicas: 4096, MaxRegions: 64, MaxRegionPages: 64, MaxPages: 1024, MaxEvents: 16, MaxOperations: 512,
 		},
@@ -327,22 +298,17 @@ func (s *serverActor) startOwner(again func()) {
 func (s *serverActor) recover(started core.Started, l ownerList) {
 	now := s.w.now
 	holders := map[base.RegionID][]directory.Holder{}
-	mappers := map[base.SessionID]bool{}
 	for _, h := range l.holds {
 		if h.Server == s.id {
 			holders[h.Region] = append(holders[h.Region], directory.Holder{Session: h.Session, Views: h.Views})
-			mappers[h.Session] = true
 			s.seen[h.Session] = h.Process.PID
 		}
 	}
 	var list []directory.RecoveredRegion
-	var unmapped []base.SessionID
 	for _, r := range l.regions {
-		if r.OwnerIncarnation == started.Incarnation || r.State == core.RegionDraining || len(holders[r.ID]) == 0 {
+		if r.OwnerIncarnation == started.Incarnation || r.State == core.RegionDraining ||
+			s.w.opt.Fault == RecoverHeldOnly && len(holders[r.ID]) == 0 {
 			continue
-		}
-		if !mappers[r.Writer] {
-			unmapped = append(unmapped, r.Writer)
 		}
 		list = append(list, directory.RecoveredRegion{
 			Pool: r.Pool, Region: r.ID, Incarnation: r.Incarnation, Place: placeOf(r.Region), Namespace: r.Namespace, Writer: r.Writer,
@@ -351,15 +317,12 @@ func (s *serverActor) recover(started core.Started, l ownerList) {
 	}
 	if s.w.opt.Fault == ForgetHolders {
 		for i := range list {
-			list[i].Holders = nil
+			list[i].Holders = slices.DeleteFunc(list[i].Holders, func(h directory.Holder) bool { return h.Session != list[i].Writer })
 		}
 	}
 	err := s.step(func(d *directory.Directory) error {
 		if err := d.RecoverRegions(now, list); err != nil {
 			return err
-		}
-		for _, id := range unmapped {
-			d.SessionGone(now, id, directory.GoneDeregistered)
 		}
 		if started.PredecessorsEnded {
 			d.PredecessorsEnded(now)
@@ -566,7 +529,7 @@ func (s *serverActor) remove(who directory.Caller, seq base.Sequence, key base.K
 		if s.w.opt.Fault == AckDeleteAtOnce && codes[0] == base.CodeUnknown {
 			codes[0], done = base.CodeOK, true
 		}
-		if codes[0] == base.CodeOK && done {
+		if done && (codes[0] == base.CodeOK || codes[0] == base.CodeNotFound) {
 			w.deleted(meant)
 		}
 		answer(codes[0], nil)

@@ -122,8 +122,6 @@ type world struct {
 	acked     map[base.RegionID]base.Extent // allocations that the RM acknowledged
 	extents   map[base.RegionID]regionAt    // every region that was ever given
 
-	blind map[base.RegionID]bool // regions that a server refused in a list
-
 	manager *managerActor
 	server  *serverActor
 	clients []*clientActor
@@ -135,7 +133,7 @@ func newWorld(o Options) *world {
 	w := &world{
 		opt: o, rng: rand.New(rand.NewPCG(o.Seed, 0x6d617275)), faulty: true, digest: fnvOffset,
 		acked: map[base.RegionID]base.Extent{}, extents: map[base.RegionID]regionAt{},
-		blind: map[base.RegionID]bool{}, truth: newTruth(), memory: newMemory(),
+		truth: newTruth(), memory: newMemory(),
 	}
 	w.result.Seed, w.result.Steps = o.Seed, o.Steps
 	return w

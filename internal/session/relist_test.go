@@ -1,0 +1,91 @@
+package session
+
+import (
+	"testing"
+	"time"
+
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/hot"
+)
+
+// A region that the server refuses goes, and no mark stays in it: nobody else could clear
+// it while its writer lives (R7).
+func TestRefusedRegionLosesItsMarks(t *testing.T) {
+	c := newCore(t)
+	add(t, c, shared(1, 4))
+	var refs []PageRef
+	for i := range uint64(2) {
+		ref, seq := begin(t, c)
+		if !c.EndCommit(seq, result(base.CodeOK, i+1)) {
+			t.Fatal("not settled")
+		}
+		refs = append(refs, ref)
+	}
+	if _, ok := c.MayMark(refs[0], 1, 100); !ok {
+		t.Fatal("no mark allowed")
+	}
+	if _, ok := c.MayMark(refs[1], 1, 100); !ok {
+		t.Fatal("no mark allowed")
+	}
+	s := open(c, 2, 200)
+	clear := c.Relisted(s, 0, []byte{byte(hot.RelistRefused), byte(hot.RelistRefused)}, nil)
+	if len(clear) != 2 {
+		t.Fatalf("%d marks are to be cleared", len(clear))
+	}
+	if gone := c.TakeGone(nil); len(gone) != 0 {
+		t.Fatal("the region goes with its marks")
+	}
+	c.Cleared(clear[0], true)
+	if gone := c.TakeGone(nil); len(gone) != 0 {
+		t.Fatal("the region goes with a mark")
+	}
+	c.Cleared(clear[1], false) // its memory faults: it cannot wait for that
+	if gone := c.TakeGone(nil); len(gone) != 1 {
+		t.Fatal("the region stays")
+	}
+	if cleared, reclaimed := c.TakeAcks(nil, nil); len(cleared)+len(reclaimed) != 0 {
+		t.Fatalf("%v, %v: acknowledged what nobody asked for", cleared, reclaimed)
+	}
+	for _, ref := range refs {
+		if _, ok := c.MayMark(ref, 2, 200); ok {
+			t.Fatal("a mark is allowed again")
+		}
+	}
+}
+
+// A server that asks for the list a second time knows the session's private regions, and
+// can still resolve what was committed to it.
+func TestSecondListAtOneServer(t *testing.T) {
+	c := newCore(t)
+	add(t, c, private(1, 4))
+	add(t, c, shared(1, 4))
+	kept, seq := begin(t, c)
+	c.EndCommit(seq, result(base.CodeOK, 1))
+	lost, lostSeq := begin(t, c)
+	c.LoseCommit(lostSeq)
+	running, runSeq := begin(t, c)
+	s := c.Opened(Opening{
+		Epoch: 2, ServerEpoch: 100, TTL: 10 * time.Second, Margin: time.Second, Relist: true,
+		Pools: []PoolNumber{{ID: base.PoolID{1}, Medium: base.MediumCXL, Number: 100}, {Medium: base.MediumCPU, Number: 9}},
+	})
+	if s == nil || c.Phase() != Relisting {
+		t.Fatal("no list")
+	}
+	if len(s.Pages) != 0 {
+		t.Fatalf("%+v: private or open pages are listed", s.Pages)
+	}
+	c.RelistDone(s)
+	wantState(t, c, kept.Region, kept.Index, Ready)
+	if list := c.LostCommits(nil); len(list) != 1 || list[0].Sequence != lostSeq {
+		t.Fatalf("%v", list)
+	}
+	c.Resolved(lostSeq, hot.OutcomeAborted, nil)
+	wantState(t, c, lost.Region, lost.Index, Free)
+	if !c.EndCommit(runSeq, result(base.CodeOK, 2)) {
+		t.Fatal("an answer of the same server came too late")
+	}
+	wantState(t, c, running.Region, running.Index, Ready)
+	if gone := c.TakeGone(nil); len(gone) != 0 {
+		t.Fatal("a private region was given up")
+	}
+}
