@@ -14,6 +14,7 @@ __all__ = [
     "MaruError",
     "NotFoundError",
     "UnavailableError",
+    "UnsupportedError",
     "error_of",
 ]
 
@@ -87,6 +88,10 @@ class ClosedError(MaruError):
     """The client is closed."""
 
 
+class UnsupportedError(MaruError):
+    """This machine, build or device cannot do it; the text says what could."""
+
+
 class ForkedError(MaruError):
     """The library was loaded by a parent process; use spawn or forkserver."""
 
@@ -99,6 +104,7 @@ _CLASSES: dict[int, type[MaruError]] = {
     Code.UNAVAILABLE: UnavailableError,
     Code.TIMEOUT: UnavailableError,
     Code.CLOSED: ClosedError,
+    Code.UNSUPPORTED: UnsupportedError,
     Code.FORKED: ForkedError,
 }
 
