@@ -39,7 +39,7 @@ type hotPool struct {
 
 // hotConn is a slot with its connection, nil while there is none.
 type hotConn struct {
-	conn   net.Conn
+	conn   *socket
 	reader *hot.Reader
 	out    []byte
 	id     uint64
@@ -121,7 +121,7 @@ func (p *hotPool) put(h *hotConn) {
 
 func (h *hotConn) close() {
 	if h.conn != nil {
-		_ = h.conn.Close()
+		h.conn.Close()
 		h.conn = nil
 	}
 }
@@ -136,7 +136,7 @@ func (p *hotPool) close() {
 	}
 	for h := range p.mu.busy {
 		if h.conn != nil {
-			_ = h.conn.Close() // its user sees an error and puts the slot back
+			h.conn.Close() // its user sees an error and puts the slot back
 		}
 	}
 }
@@ -145,30 +145,32 @@ func (p *hotPool) close() {
 func (p *hotPool) connect(ctx context.Context, h *hotConn) error {
 	ctx, cancel := context.WithTimeout(ctx, p.timeout)
 	defer cancel()
-	conn, err := rpc.DialNet(ctx, p.address)
+	dialed, err := rpc.DialNet(ctx, p.address)
 	if err != nil {
 		return err
 	}
+	conn, err := newSocket(dialed)
+	if err != nil {
+		return fmt.Errorf("hot connection to %s: %w", p.address, err)
+	}
 	deadline, _ := ctx.Deadline()
+	conn.setDeadline(deadline)
 	reader := hot.NewReader(conn)
-	if err := p.handshake(conn, reader, deadline); err != nil {
-		_ = conn.Close()
+	if err := p.handshake(conn, reader); err != nil {
+		conn.Close()
 		return fmt.Errorf("hot connection to %s: %w", p.address, err)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.mu.closed {
-		_ = conn.Close()
+		conn.Close()
 		return fmt.Errorf("%w: the session's epoch is over", base.ErrUnavailable)
 	}
 	h.conn, h.reader, h.used = conn, reader, false
 	return nil
 }
 
-func (p *hotPool) handshake(conn net.Conn, reader *hot.Reader, deadline time.Time) error {
-	if err := conn.SetDeadline(deadline); err != nil {
-		return unavailable(err)
-	}
+func (p *hotPool) handshake(conn *socket, reader *hot.Reader) error {
 	head, payload, err := reader.Next()
 	if err != nil {
 		return unavailable(err)
@@ -249,7 +251,13 @@ func (p *hotPool) call(
 			return state, err
 		}
 		stale := h.used
+		// A caller that gives up does not wait for the server: the connection is cut.
+		stop := context.AfterFunc(ctx, h.conn.Close)
 		d, err := h.roundTrip(op, deadline, encode, decode)
+		stop()
+		if err != nil && d != answered && ctx.Err() != nil {
+			err = fmt.Errorf("%w: %w", base.ErrTimeout, ctx.Err())
+		}
 		if err != nil && d != answered {
 			p.mu.Lock() // close runs beside us
 			h.close()
@@ -260,7 +268,7 @@ func (p *hotPool) call(
 			return d, err
 		}
 		state = max(state, d)
-		if errors.Is(err, base.ErrTimeout) && !shorter {
+		if errors.Is(err, base.ErrTimeout) && !shorter && ctx.Err() == nil {
 			p.link.hung.Store(true)
 		}
 		if !stale || !time.Now().Before(deadline) || ctx.Err() != nil {
@@ -272,9 +280,7 @@ func (p *hotPool) call(
 func (h *hotConn) roundTrip(
 	op hot.Op, deadline time.Time, encode func(dst []byte, id uint64) []byte, decode func(payload []byte) error,
 ) (delivery, error) {
-	if err := h.conn.SetDeadline(deadline); err != nil {
-		return notSent, unavailable(err)
-	}
+	h.conn.setDeadline(deadline)
 	h.id++
 	h.out = encode(h.out[:0], h.id)
 	if _, err := h.conn.Write(h.out); err != nil {
