@@ -312,7 +312,8 @@ func (st *store) adopt(ref replicaRef, ns uint32, key *base.Key, parent *base.Di
 			return err
 		}
 		e := &st.objects[o]
-		e.key, e.namespace, e.parent = w, ns, *parent
+		e.key, e.namespace = w, ns
+		e.setParent(parent)
 		st.segments[segmentOf(hash)].put(tagOf(hash)<<32 | uint64(o))
 	}
 	e, r := &st.objects[o], st.replica(ref)
