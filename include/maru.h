@@ -76,6 +76,7 @@ extern "C" {
 #define MARU_ERR_PENDING 28     /* not done yet; ask again */
 #define MARU_ERR_MISS 29        /* no replica that this client can read */
 #define MARU_ERR_ALREADY 30     /* the key was there; the first value stays */
+#define MARU_ERR_UNPROVEN 31    /* a server did not prove its id to the resource manager */
 
 /* Sizes of packed rows. */
 #define MARU_KEY_BYTES 32       /* 28 of digest, shard u16le, part u16le */

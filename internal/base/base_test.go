@@ -132,7 +132,7 @@ func TestCodesAreStable(t *testing.T) {
 		"ok", "invalid", "not found", "exists", "full", "limit", "refused for good", "stale", "fenced", "denied", "busy",
 		"unavailable", "outcome unknown", "aborted", "retired", "pinned", "corrupt", "mismatch", "unsupported", "exhausted",
 		"closed", "timed out", "memory fault", "draining", "used after fork", "internal error", "foreign", "offline", "pending",
-		"miss", "already present",
+		"miss", "already present", "owner not proved",
 	}
 	for i, text := range want {
 		c := Code(i) //nolint:gosec // a small index

@@ -43,6 +43,7 @@ const (
 	CodePending       Code = 28
 	CodeMiss          Code = 29
 	CodeAlreadyStored Code = 30
+	CodeUnproven      Code = 31
 )
 
 type sentinel struct {
@@ -114,13 +115,15 @@ var (
 	ErrMiss error = &sentinel{CodeMiss, "miss"}
 	// ErrAlreadyStored: the key has a READY replica in this domain; the first value stays (DM-07).
 	ErrAlreadyStored error = &sentinel{CodeAlreadyStored, "already present"}
+	// ErrUnproven: the caller did not prove that it is the owner it names (SEC-01).
+	ErrUnproven error = &sentinel{CodeUnproven, "owner not proved"}
 )
 
 var sentinels = []error{
 	ErrInvalid, ErrNotFound, ErrExists, ErrFull, ErrLimit, ErrPermanent, ErrStale, ErrFenced, ErrDenied, ErrBusy,
 	ErrUnavailable, ErrUnknown, ErrAborted, ErrRetired, ErrPinned, ErrCorrupt, ErrMismatch, ErrUnsupported,
 	ErrExhausted, ErrClosed, ErrTimeout, ErrFault, ErrDraining, ErrForked, ErrInternal, ErrForeign, ErrOffline,
-	ErrPending, ErrMiss, ErrAlreadyStored,
+	ErrPending, ErrMiss, ErrAlreadyStored, ErrUnproven,
 }
 
 // CodeOf returns the number of an error: the outermost sentinel in its chain,

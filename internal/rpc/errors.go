@@ -50,6 +50,7 @@ var statusCodes = map[base.Code]codes.Code{
 	base.CodePending:       codes.FailedPrecondition,
 	base.CodeMiss:          codes.NotFound,
 	base.CodeAlreadyStored: codes.AlreadyExists,
+	base.CodeUnproven:      codes.PermissionDenied,
 }
 
 // ToStatus turns an error into a gRPC status error that carries its base code. An

@@ -54,6 +54,7 @@ class Code(enum.IntEnum):
     PENDING = 28
     MISS = 29
     ALREADY_STORED = 30
+    UNPROVEN = 31
 
 
 class MaruError(RuntimeError):
