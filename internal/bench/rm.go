@@ -154,6 +154,7 @@ type manager struct {
 	api       maruv1.ResourceManagerClient
 	owner     [base.IDBytes]byte
 	inc       uint32
+	token     []byte
 	operation atomic.Uint64
 }
 
@@ -162,11 +163,12 @@ func startManager(ctx context.Context, cfg rm.Config) (_ *manager, err error) {
 	if err := m.start(ctx, cfg); err != nil {
 		return nil, errors.Join(err, m.close())
 	}
-	answer, err := m.api.StartOwner(ctx, &maruv1.StartOwnerRequest{OwnerId: m.owner[:], Name: "bench"})
+	secret := base.NewOwnerSecret()
+	answer, err := m.api.StartOwner(ctx, &maruv1.StartOwnerRequest{OwnerId: m.owner[:], Name: "bench", OwnerSecret: secret.Bytes()})
 	if err != nil {
 		return nil, errors.Join(err, m.close())
 	}
-	m.inc = answer.GetIncarnation()
+	m.inc, m.token = answer.GetIncarnation(), answer.GetOwnerToken()
 	return m, nil
 }
 
@@ -197,14 +199,14 @@ func (m *manager) close() error {
 
 func (m *manager) allocate(ctx context.Context) (*maruv1.RegionHandle, error) {
 	answer, err := m.api.Allocate(ctx, &maruv1.AllocateRequest{
-		OwnerId: m.owner[:], Incarnation: m.inc, Operation: m.operation.Add(1), PageCount: 16, PageSize: 64 << 10, PieceSize: 64 << 10,
+		OwnerId: m.owner[:], Incarnation: m.inc, OwnerToken: m.token, Operation: m.operation.Add(1), PageCount: 16, PageSize: 64 << 10, PieceSize: 64 << 10,
 		NamespaceDigest: make([]byte, base.NamespaceBytes), WriterSession: m.owner[:],
 	})
 	return answer.GetHandle(), err
 }
 
 func (m *manager) free(ctx context.Context, h *maruv1.RegionHandle) error {
-	_, err := m.api.Free(ctx, &maruv1.FreeRequest{OwnerId: m.owner[:], Incarnation: m.inc, Handle: h})
+	_, err := m.api.Free(ctx, &maruv1.FreeRequest{OwnerId: m.owner[:], Incarnation: m.inc, OwnerToken: m.token, Handle: h})
 	return err
 }
 

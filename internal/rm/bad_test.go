@@ -356,8 +356,8 @@ func TestFailedCommits(t *testing.T) {
 				var o owner
 				try(func() error {
 					id := newID()
-					r, err := c.StartOwner(ctxOf(t), &maruv1.StartOwnerRequest{OwnerId: id})
-					o = owner{id, r.GetIncarnation()}
+					r, err := c.StartOwner(ctxOf(t), &maruv1.StartOwnerRequest{OwnerId: id, OwnerSecret: secretOf(id)})
+					o = owner{id, r.GetIncarnation(), r.GetOwnerToken()}
 					return err
 				})
 				var a *maruv1.AllocateResponse
@@ -365,7 +365,7 @@ func TestFailedCommits(t *testing.T) {
 				session := newID()
 				try(func() error { _, err := c.Hold(ctxOf(t), o.hold(session, 1, a.GetHandle())); return err })
 				try(func() error {
-					r, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()})
+					r, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: a.GetHandle()})
 					if err == nil && !r.GetDraining() {
 						t.Error("a held region was freed")
 					}
@@ -553,7 +553,7 @@ func TestCallersShareACommit(t *testing.T) {
 	}
 	// Reads take none.
 	before = commits.Load()
-	if _, err := c.ListRegions(ctxOf(t), &maruv1.ListRegionsRequest{OwnerId: o.id, Incarnation: o.inc}); err != nil {
+	if _, err := c.ListRegions(ctxOf(t), &maruv1.ListRegionsRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token}); err != nil {
 		t.Error(err)
 	}
 	if commits.Load() != before {
@@ -583,7 +583,7 @@ func TestDeviceFails(t *testing.T) {
 	if _, err := c.Hold(ctxOf(t), o.hold(newID(), 1, a.GetHandle())); !errors.Is(err, base.ErrOffline) {
 		t.Errorf("hold on an offline pool: %v", err)
 	}
-	if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()}); err != nil {
+	if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: a.GetHandle()}); err != nil {
 		t.Errorf("free on an offline pool: %v", err)
 	}
 	p, err := c.ListPools(ctxOf(t), &maruv1.ListPoolsRequest{})

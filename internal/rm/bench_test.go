@@ -48,7 +48,7 @@ func BenchmarkAllocate(b *testing.B) {
 		if err != nil {
 			b.Fatal(err)
 		}
-		if _, err := c.Free(ctx, &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()}); err != nil {
+		if _, err := c.Free(ctx, &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: a.GetHandle()}); err != nil {
 			b.Fatal(err)
 		}
 		start = time.Now()
@@ -94,14 +94,14 @@ func populate(b *testing.B, f *fixture, regions int) {
 	b.Helper()
 	s := f.start()
 	err := s.do(b.Context(), &job{run: func(batch *core.Batch) error {
-		o, err := s.core.StartOwner(batch, 1, core.StartOwner{Owner: base.OwnerID{1}})
+		o, err := s.core.StartOwner(batch, 1, core.StartOwner{Owner: base.OwnerID{1}, Secret: base.NewOwnerSecret()})
 		for op := range regions {
 			if err != nil {
 				return err
 			}
 			var a core.Allocated
 			a, err = s.core.Allocate(batch, 1, core.Allocate{
-				Owner: base.OwnerID{1}, Incarnation: o.Incarnation, Operation: uint64(op) + 1, PageCount: 16, PageBytes: 65536, PieceBytes: 65536,
+				Claim: core.Claim{Owner: base.OwnerID{1}, Incarnation: o.Incarnation, Token: o.Token[:]}, Operation: uint64(op) + 1, PageCount: 16, PageBytes: 65536, PieceBytes: 65536,
 			})
 			if err == nil {
 				_, err = s.core.Hold(batch, 1, core.Hold{

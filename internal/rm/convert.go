@@ -42,6 +42,23 @@ func (x *ids) incarnation(field string, v uint32) base.Incarnation {
 	return base.Incarnation(v)
 }
 
+// claim reads who an owner's call comes from.
+func (x *ids) claim(owner []byte, incarnation uint32, token []byte) core.Claim {
+	return core.Claim{Owner: x.must("owner_id", owner), Incarnation: x.incarnation("incarnation", incarnation), Token: token}
+}
+
+// secret reads an owner's secret; none is for the core to refuse.
+func (x *ids) secret(b []byte) base.OwnerSecret {
+	if len(b) == 0 {
+		return base.OwnerSecret{}
+	}
+	s, err := base.MakeOwnerSecret(b)
+	if err != nil && x.err == nil {
+		x.err = fmt.Errorf("owner_secret: %w", err)
+	}
+	return s
+}
+
 func (x *ids) handle(h *maruv1.RegionHandle) core.Handle {
 	if h == nil {
 		if x.err == nil {

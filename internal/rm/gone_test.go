@@ -50,7 +50,7 @@ func TestMapperIsKilled(t *testing.T) {
 	a, b := o.allocate(t, c, 1), o.allocate(t, c, 2)
 	session := newID()
 	m := startMapper(t, s, o.hold(session, 1, a.GetHandle(), b.GetHandle()))
-	events, err := c.WatchOwner(ctxOf(t), &maruv1.WatchOwnerRequest{OwnerId: o.id, Incarnation: o.inc})
+	events, err := c.WatchOwner(ctxOf(t), &maruv1.WatchOwnerRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +66,7 @@ func TestMapperIsKilled(t *testing.T) {
 	if r, err := c.ListHolds(ctxOf(t), &maruv1.ListHoldsRequest{SessionId: newID()}); err != nil || len(r.GetHolds()) != 0 {
 		t.Errorf("holds of another session: %v, %v", r, err)
 	}
-	if r, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()}); err != nil || !r.GetDraining() {
+	if r, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: a.GetHandle()}); err != nil || !r.GetDraining() {
 		t.Fatalf("%v, %v", r, err)
 	}
 	if _, err := c.Hold(ctxOf(t), o.hold(newID(), 1, a.GetHandle())); !errors.Is(err, base.ErrDraining) {
@@ -150,7 +150,7 @@ func TestSessionIsToldToDrain(t *testing.T) {
 	}
 	free := func(h *maruv1.RegionHandle) {
 		t.Helper()
-		if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: h}); err != nil {
+		if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: h}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -252,10 +252,10 @@ func TestRecords(t *testing.T) {
 	writeFileAt(t, file, line+poolfmt.RegionLineBytes+3*poolfmt.RecordBytes, rec)
 
 	read := func() (*maruv1.ReadRecordsResponse, error) {
-		return c.ReadRecords(ctxOf(t), &maruv1.ReadRecordsRequest{OwnerId: o.id, Incarnation: o.inc, PoolId: pool[:], RegionId: uint32(at.Region), PageCount: 16})
+		return c.ReadRecords(ctxOf(t), &maruv1.ReadRecordsRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, PoolId: pool[:], RegionId: uint32(at.Region), PageCount: 16})
 	}
 	clearPages := func(pages ...uint64) error {
-		_, err := c.ClearRecords(ctxOf(t), &maruv1.ClearRecordsRequest{OwnerId: o.id, Incarnation: o.inc, PoolId: pool[:], RegionId: uint32(at.Region), Pages: pages})
+		_, err := c.ClearRecords(ctxOf(t), &maruv1.ClearRecordsRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, PoolId: pool[:], RegionId: uint32(at.Region), Pages: pages})
 		return err
 	}
 	if _, err := read(); !errors.Is(err, base.ErrBusy) {
@@ -315,10 +315,10 @@ func TestSoftwareCoherence(t *testing.T) {
 		t.Errorf("a retry with the asked page size: %v, %v", again, err)
 	}
 	m := startMapper(t, s, o.hold(newID(), 1, a.GetHandle()))
-	if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()}); err != nil {
+	if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: a.GetHandle()}); err != nil {
 		t.Fatal(err)
 	}
-	events, err := c.WatchOwner(ctxOf(t), &maruv1.WatchOwnerRequest{OwnerId: o.id, Incarnation: o.inc})
+	events, err := c.WatchOwner(ctxOf(t), &maruv1.WatchOwnerRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -386,7 +386,7 @@ func TestFirstHoldWritesTheTable(t *testing.T) {
 	s = f.start()
 	c = client(t, over(s))
 	records, err := c.ReadRecords(ctxOf(t), &maruv1.ReadRecordsRequest{
-		OwnerId: o.id, Incarnation: o.inc, PoolId: a.GetHandle().GetPoolId(), RegionId: a.GetHandle().GetRegionId(), PageCount: 16,
+		OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, PoolId: a.GetHandle().GetPoolId(), RegionId: a.GetHandle().GetRegionId(), PageCount: 16,
 	})
 	if err != nil || !allZero(records.GetRecords()) {
 		t.Errorf("records of a region that nobody mapped: %v", err)

@@ -163,7 +163,7 @@ func (k *known) work(t *testing.T, c maruv1.ResourceManagerClient, o owner, stop
 		op := k.mu.next
 		k.mu.Unlock()
 		if handle != nil {
-			if _, err := c.Free(ctx, &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: handle}); err != nil {
+			if _, err := c.Free(ctx, &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: handle}); err != nil {
 				return
 			}
 			k.mu.Lock()
@@ -189,7 +189,7 @@ func (k *known) verify(t *testing.T, c maruv1.ResourceManagerClient, o owner) {
 	t.Helper()
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	list, err := c.ListRegions(ctxOf(t), &maruv1.ListRegionsRequest{OwnerId: o.id, Incarnation: o.inc})
+	list, err := c.ListRegions(ctxOf(t), &maruv1.ListRegionsRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -225,7 +225,7 @@ func (k *known) verify(t *testing.T, c maruv1.ResourceManagerClient, o owner) {
 	}
 	for op := range k.mu.unsureFree {
 		if r := listed[op]; r != nil {
-			if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: r.GetHandle()}); err != nil {
+			if _, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: r.GetHandle()}); err != nil {
 				t.Fatal(err)
 			}
 		}

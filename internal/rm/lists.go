@@ -22,7 +22,8 @@ func (s *service) ListPools(context.Context, *maruv1.ListPoolsRequest) (*maruv1.
 func (s *service) ListRegions(ctx context.Context, req *maruv1.ListRegionsRequest) (*maruv1.ListRegionsResponse, error) {
 	var x ids
 	in := core.ListRegions{
-		Owner: x.may("owner_id", req.GetOwnerId()), Incarnation: base.Incarnation(req.GetIncarnation()), Pool: x.may("pool_id", req.GetPoolId()),
+		Claim: core.Claim{Owner: x.may("owner_id", req.GetOwnerId()), Incarnation: base.Incarnation(req.GetIncarnation()), Token: req.GetOwnerToken()},
+		Pool:  x.may("pool_id", req.GetPoolId()),
 		After: base.RegionID(req.GetAfterRegionId()), Limit: int(min(req.GetLimit(), core.MaxPageCount)),
 	}
 	if x.err != nil {
@@ -89,6 +90,7 @@ func (s *service) ListOwners(ctx context.Context, _ *maruv1.ListOwnersRequest) (
 		out.Owners = append(out.Owners, &maruv1.OwnerInfo{
 			OwnerId: o.ID[:], Name: o.Name, Incarnation: uint32(o.Incarnation), NodeId: o.Node[:], BootId: o.Boot[:], RegionCount: uint64(o.RegionCount),
 			AllocatedBytes: o.AllocatedBytes, StartedUnixMs: o.StartedMS, PredecessorsEnded: o.PredecessorsEnded,
+			Proved: o.Proved,
 		})
 	}
 	return out, nil
@@ -96,7 +98,7 @@ func (s *service) ListOwners(ctx context.Context, _ *maruv1.ListOwnersRequest) (
 
 func (s *service) WatchOwner(req *maruv1.WatchOwnerRequest, stream grpc.ServerStreamingServer[maruv1.OwnerEvent]) error {
 	var x ids
-	id, incarnation := base.OwnerID(x.must("owner_id", req.GetOwnerId())), x.incarnation("incarnation", req.GetIncarnation())
+	who := x.claim(req.GetOwnerId(), req.GetIncarnation(), req.GetOwnerToken())
 	if x.err != nil {
 		return x.err
 	}
@@ -105,20 +107,20 @@ func (s *service) WatchOwner(req *maruv1.WatchOwnerRequest, stream grpc.ServerSt
 	// Registered in the same step as the snapshot is taken, so that nothing falls
 	// between. The job is waited for even if the caller leaves: it gives a watch.
 	err := s.do(context.WithoutCancel(stream.Context()), &job{run: func(*core.Batch) (err error) {
-		if err := s.core.Current(id, incarnation); err != nil {
+		if err := s.core.Claim(who); err != nil {
 			return err
 		}
-		snapshot.Sessions = sessionsOut(s.core.OwnerSessions(id))
-		w, err = s.hub.watchOwner(id, incarnation)
+		snapshot.Sessions = sessionsOut(s.core.OwnerSessions(who.Owner))
+		w, err = s.hub.watchOwner(who.Owner, who.Incarnation)
 		return err
 	}})
 	if err != nil {
 		if w != nil {
-			s.hub.unwatchOwner(id, w)
+			s.hub.unwatchOwner(who.Owner, w)
 		}
 		return err
 	}
-	defer s.hub.unwatchOwner(id, w)
+	defer s.hub.unwatchOwner(who.Owner, w)
 	if err := stream.Send(&maruv1.OwnerEvent{Event: &maruv1.OwnerEvent_Snapshot{Snapshot: snapshot}}); err != nil {
 		return err
 	}

@@ -18,15 +18,15 @@ import (
 // glance is a picture of the state for lists, metrics and readiness. It may show
 // what is not durable yet, so it never carries a capability.
 type glance struct {
-	pools                            []core.Pool
-	regions, sessions, holds, owners int
-	commitErr                        error
+	pools                                      []core.Pool
+	regions, sessions, holds, owners, unproved int
+	commitErr                                  error
 }
 
 func (s *Server) takeGlance(commitErr error) *glance {
 	return &glance{
 		pools: s.core.Pools(), regions: s.core.RegionCount(), sessions: s.core.SessionCount(), holds: s.core.HoldCount(),
-		owners: s.core.OwnerCount(), commitErr: commitErr,
+		owners: s.core.OwnerCount(), unproved: s.core.UnprovedCount(), commitErr: commitErr,
 	}
 }
 
@@ -39,6 +39,7 @@ type metrics struct {
 	commits  *prometheus.HistogramVec
 	failures prometheus.Counter
 	batch    prometheus.Histogram
+	unproven *prometheus.CounterVec
 	http     *obs.HTTP
 	listener net.Listener
 }
@@ -51,6 +52,9 @@ func newMetrics(s *Server) *metrics {
 	m.batch = m.registry.Make.NewHistogram(prometheus.HistogramOpts{
 		Name: "maru_rm_batch_requests", Help: "Requests that shared one commit.", Buckets: prometheus.ExponentialBuckets(1, 2, 10),
 	})
+	m.unproven = m.registry.Make.NewCounterVec(prometheus.CounterOpts{
+		Name: "maru_rm_owner_refusals_total", Help: "Calls refused because the caller did not prove that it is the owner it named.",
+	}, []string{"method"})
 	m.registry.MustRegister(&collector{s})
 	return m
 }
@@ -139,6 +143,7 @@ var (
 	descSessions = prometheus.NewDesc("maru_rm_sessions", "Sessions on record.", nil, nil)
 	descHolds    = prometheus.NewDesc("maru_rm_hold_rows", "Rows of (session, region) on record.", nil, nil)
 	descOwners   = prometheus.NewDesc("maru_rm_owners", "Owners on record.", nil, nil)
+	descUnproved = prometheus.NewDesc("maru_rm_owners_unproved", "Owners on record without a secret: started by an older version.", nil, nil)
 	descStreams  = prometheus.NewDesc("maru_rm_event_streams", "Open event streams.", nil, nil)
 )
 
@@ -150,6 +155,7 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- descSessions
 	ch <- descHolds
 	ch <- descOwners
+	ch <- descUnproved
 	ch <- descStreams
 }
 
@@ -181,5 +187,6 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge(descSessions, float64(g.sessions))
 	gauge(descHolds, float64(g.holds))
 	gauge(descOwners, float64(g.owners))
+	gauge(descUnproved, float64(g.unproved))
 	gauge(descStreams, float64(c.s.hub.streamCount()))
 }

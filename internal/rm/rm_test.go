@@ -2,6 +2,7 @@ package rm
 
 import (
 	"context"
+	"crypto/sha256"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -67,22 +68,26 @@ func ctxOf(t testing.TB) context.Context {
 func newID() []byte { id := base.NewID(); return id[:] }
 
 type owner struct {
-	id  []byte
-	inc uint32
+	id    []byte
+	inc   uint32
+	token []byte
 }
+
+// secretOf is the secret of an owner of these tests.
+func secretOf(id []byte) []byte { s := sha256.Sum256(id); return s[:] }
 
 func startOwner(t testing.TB, c maruv1.ResourceManagerClient, id []byte) owner {
 	t.Helper()
-	r, err := c.StartOwner(ctxOf(t), &maruv1.StartOwnerRequest{OwnerId: id, Name: "test"})
+	r, err := c.StartOwner(ctxOf(t), &maruv1.StartOwnerRequest{OwnerId: id, Name: "test", OwnerSecret: secretOf(id)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	return owner{id, r.GetIncarnation()}
+	return owner{id, r.GetIncarnation(), r.GetOwnerToken()}
 }
 
 func (o owner) request(op uint64) *maruv1.AllocateRequest {
 	return &maruv1.AllocateRequest{
-		OwnerId: o.id, Incarnation: o.inc, Operation: op, PageCount: 16, PageSize: 65536, PieceSize: 65536,
+		OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Operation: op, PageCount: 16, PageSize: 65536, PieceSize: 65536,
 		NamespaceDigest: make([]byte, 32), WriterSession: append([]byte(nil), o.id...),
 	}
 }
@@ -121,15 +126,15 @@ func TestLifeOverRestart(t *testing.T) {
 	if string(again.GetHandle().GetToken()) != string(a.GetHandle().GetToken()) || again.GetPlace().GetOffset() != a.GetPlace().GetOffset() {
 		t.Errorf("a retry after a restart gives another region: %v, %v", again, a)
 	}
-	list, err := c.ListRegions(ctxOf(t), &maruv1.ListRegionsRequest{OwnerId: o.id, Incarnation: o.inc})
+	list, err := c.ListRegions(ctxOf(t), &maruv1.ListRegionsRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token})
 	if err != nil || len(list.GetRegions()) != 2 {
 		t.Fatalf("%v, %v", list, err)
 	}
-	free, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: a.GetHandle()})
+	free, err := c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: a.GetHandle()})
 	if err != nil || !free.GetDraining() {
 		t.Fatalf("free of a held region: %v, %v", free, err)
 	}
-	if free, err = c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, Handle: b.GetHandle()}); err != nil || free.GetDraining() {
+	if free, err = c.Free(ctxOf(t), &maruv1.FreeRequest{OwnerId: o.id, Incarnation: o.inc, OwnerToken: o.token, Handle: b.GetHandle()}); err != nil || free.GetDraining() {
 		t.Fatalf("free: %v, %v", free, err)
 	}
 	un, err := c.Unhold(ctxOf(t), &maruv1.UnholdRequest{SessionId: session, Sequence: 2, Handles: []*maruv1.RegionHandle{a.GetHandle()}})

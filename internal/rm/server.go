@@ -16,6 +16,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/node"
+	"github.com/xcena-dev/maru/internal/obs"
 	"github.com/xcena-dev/maru/internal/peer"
 	"github.com/xcena-dev/maru/internal/rm/core"
 	"github.com/xcena-dev/maru/internal/rpc"
@@ -51,6 +52,7 @@ type Server struct {
 	hub     *hub
 	watcher *peer.Watcher
 	metrics *metrics
+	refused *obs.LimitedLogger // calls of who did not prove to be the owner
 	grpc    *grpc.Server
 	tcp     net.Listener
 	unix    *rpc.UnixListener
@@ -103,8 +105,12 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if s.core, err = s.state.loadCore(core.Config{Node: s.identity.Node, Boot: s.identity.Boot, Limits: cfg.Limits}); err != nil {
 		return nil, err
 	}
-	s.metrics = newMetrics(s)
+	s.metrics, s.refused = newMetrics(s), obs.Limited(s.log, unprovenInterval)
 	s.log.Info("store is loaded", "path", s.state.store.Path(), "store", s.state.id, "content", s.core.Describe())
+	if list := s.core.Unproved(); len(list) > 0 {
+		s.log.Warn("owners of an older version have no secret on record, and anybody may act as one of them", "owners", list,
+			"cure", "restart their servers with this version, which sets it")
+	}
 	if err := s.attachAll(); err != nil {
 		return nil, err
 	}
@@ -125,7 +131,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if err := s.metrics.listen(); err != nil {
 		return nil, err
 	}
-	s.grpc = rpc.NewServer(rpc.Limits{}, rpc.WithCredentials(peer.ServerCredentials()), rpc.WithLogger(s.log), rpc.WithUnary(s.metrics.rpc.Unary), rpc.WithStream(s.metrics.rpc.Stream), rpc.WithPanicMetric(s.metrics.rpc.Panic))
+	s.grpc = rpc.NewServer(rpc.Limits{}, rpc.WithCredentials(peer.ServerCredentials()), rpc.WithLogger(s.log), rpc.WithUnary(s.metrics.rpc.Unary, s.unprovenUnary), rpc.WithStream(s.metrics.rpc.Stream, s.unprovenStream), rpc.WithPanicMetric(s.metrics.rpc.Panic))
 	maruv1.RegisterResourceManagerServer(s.grpc, &service{Server: s})
 	s.serving.Go(s.commitLoop)
 	if s.tcp != nil {

@@ -193,7 +193,7 @@ func (s *Server) freeAtRM(pool base.PoolID, region base.RegionID, incarnation ba
 	at := regionAt{pool, region}
 	s.flights.drains(at) // before the answer: the event that it is free may come first
 	answer, err := client.Free(ctx, &maruv1.FreeRequest{
-		OwnerId: s.state.server[:], Incarnation: uint32(owner),
+		OwnerId: s.state.server[:], Incarnation: uint32(owner.incarnation), OwnerToken: owner.token,
 		Handle: &maruv1.RegionHandle{PoolId: pool[:], RegionId: uint32(region), Incarnation: uint32(incarnation)},
 	})
 	if err == nil {
@@ -214,8 +214,8 @@ func (s *Server) clearAtRM(e *directory.Effect) error {
 	ctx, cancel := context.WithTimeout(s.ctx, s.cfg.RMCallTimeout)
 	defer cancel()
 	_, err = client.ClearRecords(ctx, &maruv1.ClearRecordsRequest{
-		OwnerId: s.state.server[:], Incarnation: uint32(owner), PoolId: e.PoolID[:], RegionId: uint32(e.Region), Pages: pages,
-		WriterLeft: e.WriterLeft,
+		OwnerId: s.state.server[:], Incarnation: uint32(owner.incarnation), OwnerToken: owner.token,
+		PoolId: e.PoolID[:], RegionId: uint32(e.Region), Pages: pages, WriterLeft: e.WriterLeft,
 	})
 	return s.checkFenced(err)
 }

@@ -291,14 +291,14 @@ func (s *Server) allocate(ticket *directory.ExpandTicket) (directory.RegionGrant
 
 // allocateOnce reports whether the request may have reached the RM.
 func (s *Server) allocateOnce(t *directory.ExpandTicket) (_ *directory.RegionGrant, tried bool, _ error) {
-	client, incarnation, err := s.rm.use()
+	client, owner, err := s.rm.use()
 	if err != nil {
 		return nil, false, err
 	}
 	ctx, cancel := context.WithTimeout(s.ctx, s.cfg.RMCallTimeout)
 	defer cancel()
 	answer, err := client.Allocate(ctx, &maruv1.AllocateRequest{
-		OwnerId: s.state.server[:], Incarnation: uint32(incarnation), Operation: t.RMOperation,
+		OwnerId: s.state.server[:], Incarnation: uint32(owner.incarnation), OwnerToken: owner.token, Operation: t.RMOperation,
 		PageCount: t.PageCount, PageSize: t.PageBytes, PieceSize: t.PieceBytes,
 		NamespaceDigest: t.Namespace[:], WriterSession: t.Caller.Session[:], PoolId: t.PoolID[:],
 	})

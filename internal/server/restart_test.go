@@ -184,7 +184,7 @@ func TestRestartWithoutClients(t *testing.T) {
 	}
 }
 
-// A newer incarnation of the same server id fences this one.
+// A newer incarnation of the same server id, started with its secret, fences this one.
 func TestFenced(t *testing.T) {
 	l := newLab(t, 64<<20)
 	l.startRM()
@@ -197,7 +197,7 @@ func TestFenced(t *testing.T) {
 		t.Fatal(err)
 	}
 	id := s.ServerID()
-	if _, err := l.rmClient().StartOwner(testContext(t), &maruv1.StartOwnerRequest{OwnerId: id[:], Name: "thief"}); err != nil {
+	if _, err := l.rmClient().StartOwner(testContext(t), &maruv1.StartOwnerRequest{OwnerId: id[:], Name: "newer", OwnerSecret: s.state.secret.Bytes()}); err != nil {
 		t.Fatal(err)
 	}
 	select {
@@ -249,12 +249,14 @@ func TestCopiedStateDirectory(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(dir, "b"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	bytes, err := os.ReadFile(filepath.Join(dir, "a", stateFile))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(dir, "b", stateFile), bytes, 0o600); err != nil {
-		t.Fatal(err)
+	for _, name := range []string{stateFile, secretFile} {
+		bytes, err := os.ReadFile(filepath.Join(dir, "a", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, "b", name), bytes, 0o600); err != nil {
+			t.Fatal(err)
+		}
 	}
 	b, err := openStateDir(filepath.Join(dir, "b"), "")
 	if err != nil {

@@ -41,15 +41,21 @@ type rmLink struct {
 
 	mu struct {
 		sync.Mutex
-		conn        *grpc.ClientConn
-		client      maruv1.ResourceManagerClient // nil while the RM is away
-		incarnation base.Incarnation             // 0 until the RM gave one; then for life
-		store       base.StoreID
-		unixPath    string
-		pools       map[base.PoolID]*maruv1.PoolInfo
-		processes   map[base.SessionID]peer.Process // of the holders before this start
-		reason      string                          // why it is away
+		conn      *grpc.ClientConn
+		client    maruv1.ResourceManagerClient // nil while the RM is away
+		owner     ownership                    // zero until the RM gave an incarnation; then for life
+		store     base.StoreID
+		unixPath  string
+		pools     map[base.PoolID]*maruv1.PoolInfo
+		processes map[base.SessionID]peer.Process // of the holders before this start
+		reason    string                          // why it is away
 	}
+}
+
+// ownership is what the calls of an owner carry.
+type ownership struct {
+	incarnation base.Incarnation
+	token       []byte // proves it; empty when the RM was of a version without proofs
 }
 
 func newRMLink(s *Server) *rmLink {
@@ -59,17 +65,17 @@ func newRMLink(s *Server) *rmLink {
 	return l
 }
 
-// use returns the client and our incarnation. Errors: ErrUnavailable.
-func (l *rmLink) use() (maruv1.ResourceManagerClient, base.Incarnation, error) {
+// use returns the client and what we are there. Errors: ErrUnavailable.
+func (l *rmLink) use() (maruv1.ResourceManagerClient, ownership, error) {
 	if l == nil {
-		return nil, 0, fmt.Errorf("%w: this server runs with --cpu-only; it has no cxl pools", base.ErrUnsupported)
+		return nil, ownership{}, fmt.Errorf("%w: this server runs with --cpu-only; it has no cxl pools", base.ErrUnsupported)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.mu.client == nil {
-		return nil, l.mu.incarnation, fmt.Errorf("%w: %s", base.ErrUnavailable, l.mu.reason)
+		return nil, l.mu.owner, fmt.Errorf("%w: %s", base.ErrUnavailable, l.mu.reason)
 	}
-	return l.mu.client, l.mu.incarnation, nil
+	return l.mu.client, l.mu.owner, nil
 }
 
 // status says whether the RM is there, and why not.
@@ -79,7 +85,7 @@ func (l *rmLink) status() (incarnation base.Incarnation, reason string) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.mu.incarnation, l.mu.reason
+	return l.mu.owner.incarnation, l.mu.reason
 }
 
 func (l *rmLink) addresses() (tcp []string, unixPath string) {
@@ -159,8 +165,11 @@ func (l *rmLink) run(ctx context.Context) {
 			wait, logged = minRMBackoff, ""
 		}
 		if text := err.Error(); text != logged {
-			l.log.Warn("no resource manager; cpu pools are served, cxl pools are not", "error", err,
-				"cure", "start maru-resource-manager there, or name another one with --rm-address")
+			cure := "start maru-resource-manager there, or name another one with --rm-address"
+			if errors.Is(err, base.ErrUnproven) {
+				cure = unprovenCure(l.server.state)
+			}
+			l.log.Warn("no resource manager; cpu pools are served, cxl pools are not", "error", err, "cure", cure)
 			logged = text
 		}
 		if !l.server.sleep(wait) {
@@ -175,7 +184,10 @@ func (l *rmLink) lost(err error) {
 	l.mu.Lock()
 	conn := l.mu.conn
 	l.mu.conn, l.mu.client = nil, nil
-	if err != nil {
+	switch {
+	case errors.Is(err, base.ErrUnproven):
+		l.mu.reason = "the resource manager at " + l.address + " does not take this server for the owner: " + err.Error()
+	case err != nil:
 		l.mu.reason = "the resource manager at " + l.address + " is away: " + err.Error()
 	}
 	l.mu.Unlock()
@@ -197,26 +209,26 @@ func (l *rmLink) attempt(ctx context.Context) error {
 		return err
 	}
 	l.mu.Lock()
-	incarnation, known := l.mu.incarnation, l.mu.store
+	owner, known := l.mu.owner, l.mu.store
 	l.mu.conn = conn
 	l.mu.unixPath = ""
 	if described.GetUnixPath() != "" && l.local(described) {
 		l.mu.unixPath = described.GetUnixPath()
 	}
 	l.mu.Unlock()
-	if incarnation != 0 && known != store {
+	if owner.incarnation != 0 && known != store {
 		return fmt.Errorf("%w: the resource manager at %s has store %s, this server's regions are in store %s; "+
 			"bring the old one back, or restart this server to begin anew", base.ErrForeign, l.address, base.StoreID(store), known)
 	}
 	if err := l.setPools(described.GetPools()); err != nil {
 		return err
 	}
-	if incarnation == 0 {
-		if incarnation, err = l.startOwner(ctx, client, store); err != nil {
+	if owner.incarnation == 0 {
+		if owner, err = l.startOwner(ctx, client, store); err != nil {
 			return err
 		}
 	}
-	return l.serve(ctx, client, incarnation)
+	return l.serve(ctx, client, owner)
 }
 
 func (l *rmLink) local(d *maruv1.DescribeResponse) bool {
@@ -265,38 +277,40 @@ func (l *rmLink) dial(ctx context.Context, address string) (*grpc.ClientConn, *m
 }
 
 // startOwner asks for this start's incarnation, once: a lost answer costs one number.
-func (l *rmLink) startOwner(ctx context.Context, client maruv1.ResourceManagerClient, store base.StoreID) (base.Incarnation, error) {
+func (l *rmLink) startOwner(ctx context.Context, client maruv1.ResourceManagerClient, store base.StoreID) (ownership, error) {
 	callCtx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
 	defer cancel()
 	s := l.server
 	answer, err := client.StartOwner(callCtx, &maruv1.StartOwnerRequest{
 		OwnerId: s.state.server[:], Name: s.state.name, NodeId: s.node.Node[:], BootId: s.node.Boot[:],
-		DirectoryId: s.state.directory[:], DirectoryLocked: true,
+		DirectoryId: s.state.directory[:], DirectoryLocked: true, OwnerSecret: s.state.secret.Bytes(),
 	})
 	if err != nil {
-		return 0, fmt.Errorf("becoming an owner at the resource manager: %w", err)
+		return ownership{}, fmt.Errorf("becoming an owner at the resource manager: %w", err)
 	}
-	incarnation := base.Incarnation(answer.GetIncarnation())
-	if incarnation == 0 || incarnation > base.MaxIncarnation {
-		return 0, fmt.Errorf("%w: the resource manager gave incarnation %d", base.ErrInvalid, incarnation)
+	owner := ownership{base.Incarnation(answer.GetIncarnation()), answer.GetOwnerToken()}
+	if owner.incarnation == 0 || owner.incarnation > base.MaxIncarnation {
+		return ownership{}, fmt.Errorf("%w: the resource manager gave incarnation %d", base.ErrInvalid, owner.incarnation)
 	}
-	if err := s.ownerStarted(ctx, client, incarnation, answer.GetPredecessorsEnded()); err != nil {
-		return 0, err
+	if err := s.ownerStarted(ctx, client, owner, answer.GetPredecessorsEnded()); err != nil {
+		return ownership{}, err
 	}
 	l.mu.Lock()
-	l.mu.incarnation, l.mu.store = incarnation, store
+	l.mu.owner, l.mu.store = owner, store
 	l.mu.Unlock()
-	l.log.Info("owner at the resource manager", "server_id", s.state.server.String(), "incarnation", incarnation,
+	l.log.Info("owner at the resource manager", "server_id", s.state.server.String(), "incarnation", owner.incarnation,
 		"predecessors_ended", answer.GetPredecessorsEnded(), "reason", answer.GetReason())
-	return incarnation, nil
+	return owner, nil
 }
 
 // serve makes the RM usable and follows its events until the connection is lost.
-func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient, incarnation base.Incarnation) error {
+func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient, owner ownership) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	s := l.server
-	stream, err := client.WatchOwner(ctx, &maruv1.WatchOwnerRequest{OwnerId: s.state.server[:], Incarnation: uint32(incarnation)})
+	stream, err := client.WatchOwner(ctx, &maruv1.WatchOwnerRequest{
+		OwnerId: s.state.server[:], Incarnation: uint32(owner.incarnation), OwnerToken: owner.token,
+	})
 	if err != nil {
 		return err
 	}
@@ -419,7 +433,7 @@ func (l *rmLink) refresh(ctx context.Context) error {
 }
 
 // listRegions reads everything that the RM has for this owner, page by page.
-func (l *rmLink) listRegions(ctx context.Context, client maruv1.ResourceManagerClient, incarnation base.Incarnation,
+func (l *rmLink) listRegions(ctx context.Context, client maruv1.ResourceManagerClient, owner ownership,
 ) ([]*maruv1.RegionInfo, error) {
 	const perPage = 1000
 	l.mu.Lock()
@@ -434,7 +448,7 @@ func (l *rmLink) listRegions(ctx context.Context, client maruv1.ResourceManagerC
 		for {
 			callCtx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
 			answer, err := client.ListRegions(callCtx, &maruv1.ListRegionsRequest{
-				OwnerId: l.server.state.server[:], Incarnation: uint32(incarnation), PoolId: pool[:],
+				OwnerId: l.server.state.server[:], Incarnation: uint32(owner.incarnation), OwnerToken: owner.token, PoolId: pool[:],
 				AfterRegionId: after, Limit: perPage,
 			})
 			cancel()

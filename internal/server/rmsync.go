@@ -13,8 +13,8 @@ import (
 
 // ownerStarted takes over what older incarnations left at the resource manager, and
 // only then says which incarnation this server has: from then on it allocates.
-func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManagerClient, incarnation base.Incarnation, ended bool) error {
-	regions, err := s.rm.listRegions(ctx, client, incarnation)
+func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManagerClient, owner ownership, ended bool) error {
+	regions, err := s.rm.listRegions(ctx, client, owner)
 	if err != nil {
 		return err
 	}
@@ -22,7 +22,7 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 	if err != nil {
 		return err
 	}
-	recovered, err := recoveredRegions(regions, holds, incarnation)
+	recovered, err := recoveredRegions(regions, holds, owner.incarnation)
 	if err != nil {
 		return err
 	}
@@ -37,7 +37,7 @@ func (s *Server) ownerStarted(ctx context.Context, client maruv1.ResourceManager
 		if ended {
 			d.PredecessorsEnded(now)
 		}
-		return d.SetOwner(now, incarnation)
+		return d.SetOwner(now, owner.incarnation)
 	})
 }
 
@@ -226,17 +226,17 @@ func (s *Server) sweep() {
 // sweepOnce reports whether everything could be judged: an allocation in flight, or
 // a relisting that is not complete, leaves some for the next time.
 func (s *Server) sweepOnce(ctx context.Context) (bool, error) {
-	client, incarnation, err := s.rm.use()
+	client, owner, err := s.rm.use()
 	if err != nil {
 		return false, err
 	}
 	if err := s.rm.refresh(ctx); err != nil {
 		return false, err
 	}
-	if err := s.askPredecessors(ctx, client, incarnation); err != nil {
+	if err := s.askPredecessors(ctx, client, owner.incarnation); err != nil {
 		return false, err
 	}
-	regions, err := s.rm.listRegions(ctx, client, incarnation)
+	regions, err := s.rm.listRegions(ctx, client, owner)
 	if err != nil {
 		return false, s.checkFenced(err)
 	}
@@ -251,7 +251,7 @@ func (s *Server) sweepOnce(ctx context.Context) (bool, error) {
 			if err != nil {
 				return err
 			}
-			own := base.Incarnation(r.GetOwnerIncarnation()) == incarnation
+			own := base.Incarnation(r.GetOwnerIncarnation()) == owner.incarnation
 			switch {
 			case r.GetState() == maruv1.RegionState_REGION_STATE_DRAINING, d.KnowsRegion(pool, base.RegionID(r.GetRegionId())):
 			case own && inFlight, !own && relisting:

@@ -34,6 +34,7 @@ type stateRecord struct {
 	Name        string `json:"name"`
 	LockDevice  uint64 `json:"lock_device"`
 	LockInode   uint64 `json:"lock_inode"`
+	SecretCheck string `json:"secret_check"` // of the secret beside it
 }
 
 // stateDir is a locked state directory.
@@ -44,11 +45,12 @@ type stateDir struct {
 	server    base.OwnerID
 	directory [base.IDBytes]byte
 	name      string
+	secret    base.OwnerSecret
 }
 
 // openStateDir locks dir and reads or makes the server's identity. An empty name
 // keeps the recorded one. Errors: ErrBusy (another server has it), ErrCorrupt,
-// ErrDenied, ErrFull, ErrInvalid.
+// ErrNotFound and ErrForeign (the secret), ErrDenied, ErrFull, ErrInvalid.
 func openStateDir(dir, name string) (*stateDir, error) {
 	if !filepath.IsAbs(dir) {
 		abs, err := filepath.Abs(dir)
@@ -102,16 +104,17 @@ func (s *stateDir) open(name string) error {
 	if record.Name == "" {
 		record.Name = "maru-server"
 	}
+	if s.server, err = base.ParseID(record.ServerID); err != nil {
+		return corruptState(s.path, err)
+	}
+	if s.secret, record.SecretCheck, err = openSecret(s.path, record); err != nil {
+		return err
+	}
 	if record != was {
 		if err := writeState(s.path, record); err != nil {
 			return err
 		}
 	}
-	id, err := base.ParseID(record.ServerID)
-	if err != nil {
-		return corruptState(s.path, err)
-	}
-	s.server = id
 	if s.directory, err = base.ParseID(record.DirectoryID); err != nil {
 		return corruptState(s.path, err)
 	}
@@ -147,19 +150,24 @@ func readState(path string) (stateRecord, error) {
 // writeState replaces server.json whole: a torn file would lose the server's id
 // and with it every region at the resource manager.
 func writeState(dir string, r stateRecord) error {
-	path := filepath.Join(dir, stateFile)
 	b, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
-		return fmt.Errorf("%w: encoding %s: %w", base.ErrInternal, path, err)
+		return fmt.Errorf("%w: encoding %s: %w", base.ErrInternal, stateFile, err)
 	}
+	return replaceFile(dir, stateFile, append(b, '\n'))
+}
+
+// replaceFile writes a file of mode 0600 whole and durably.
+func replaceFile(dir, name string, content []byte) error {
+	path := filepath.Join(dir, name)
 	tmp := path + ".new"
-	err = func() error {
+	err := func() error {
 		f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|syscall.O_NOFOLLOW, 0o600)
 		if err != nil {
 			return err
 		}
 		defer func() { _ = f.Close() }()
-		if _, err := f.Write(append(b, '\n')); err != nil {
+		if _, err := f.Write(content); err != nil {
 			return err
 		}
 		if err := f.Sync(); err != nil {

@@ -348,12 +348,12 @@ func (a *managerActor) allocate(req core.Allocate) func(func(core.Allocated, err
 	})
 }
 
-func (a *managerActor) free(owner base.OwnerID, inc base.Incarnation, h core.Handle) func(func(bool, error)) {
+func (a *managerActor) free(who core.Claim, h core.Handle) func(func(bool, error)) {
 	return request(a, func(b *core.Batch) (bool, error) {
 		if a.w.opt.Fault == FreeIgnoresHolds {
 			a.dropHoldsOf(b, h)
 		}
-		return a.core.Free(b, owner, inc, h)
+		return a.core.Free(b, who, h)
 	}, nil)
 }
 
@@ -370,9 +370,9 @@ func (a *managerActor) dropHoldsOf(b *core.Batch, h core.Handle) {
 	}
 }
 
-func (a *managerActor) clear(owner base.OwnerID, inc base.Incarnation, id base.RegionID, pages []base.PageIndex, left bool) func(func(struct{}, error)) {
+func (a *managerActor) clear(who core.Claim, id base.RegionID, pages []base.PageIndex, left bool) func(func(struct{}, error)) {
 	return request(a, func(*core.Batch) (struct{}, error) {
-		r, blank, err := a.core.Records(owner, inc, a.pool(), id, left)
+		r, blank, err := a.core.Records(who, a.pool(), id, left)
 		if err != nil || blank {
 			return struct{}{}, err
 		}
@@ -416,18 +416,18 @@ type ownerList struct {
 }
 
 // list answers all that a server asks of its regions.
-func (a *managerActor) list(owner base.OwnerID, inc base.Incarnation) func(func(ownerList, error)) {
+func (a *managerActor) list(who core.Claim) func(func(ownerList, error)) {
 	return request(a, func(*core.Batch) (out ownerList, err error) {
 		out.pools = a.core.Pools()
-		if inc == 0 {
+		if who.Incarnation == 0 {
 			return out, nil
 		}
-		if out.regions, _, err = a.core.ListRegions(core.ListRegions{Owner: owner, Incarnation: inc, Pool: a.pool()}); err != nil {
+		if out.regions, _, err = a.core.ListRegions(core.ListRegions{Claim: who, Pool: a.pool()}); err != nil {
 			return out, err
 		}
 		out.holds, _ = a.core.ListHolds(base.SessionID{}, base.SessionID{}, 0, 0)
 		for _, o := range a.core.ListOwners() {
-			if o.ID == owner && o.Incarnation == inc {
+			if o.ID == who.Owner && o.Incarnation == who.Incarnation {
 				out.ended = o.PredecessorsEnded
 			}
 		}
@@ -436,15 +436,15 @@ func (a *managerActor) list(owner base.OwnerID, inc base.Incarnation) func(func(
 }
 
 // watchOwner opens the event stream of an owner; its first event is the list of holders.
-func (a *managerActor) watchOwner(to *process, inc base.Incarnation, snapshot func([]base.SessionID), take func(core.Event)) func(func(*stream, error)) {
+func (a *managerActor) watchOwner(to *process, who core.Claim, snapshot func([]base.SessionID), take func(core.Event)) func(func(*stream, error)) {
 	s := a.w.newStream(a.process, to)
 	var holders []base.SessionID
 	return request(a, func(*core.Batch) (*stream, error) {
-		if err := a.core.Current(a.w.server.id, inc); err != nil {
+		if err := a.core.Claim(who); err != nil {
 			return nil, err
 		}
-		a.owner = &ownerStream{stream: s, incarnation: inc, take: take}
-		holders = a.core.OwnerSessions(a.w.server.id)
+		a.owner = &ownerStream{stream: s, incarnation: who.Incarnation, take: take}
+		holders = a.core.OwnerSessions(who.Owner)
 		return s, nil
 	}, func(*stream) error {
 		s.send(func() { snapshot(holders) })

@@ -36,7 +36,8 @@ type serverActor struct {
 	dir         *directory.Directory
 	epoch       base.ServerEpoch
 	incarnation base.Incarnation
-	link        *stream // to the resource manager; nil while it is away
+	token       core.Token // of the newest start
+	link        *stream    // to the resource manager; nil while it is away
 	connecting  bool
 	seen        map[base.SessionID]int64 // processes of the holders before this start
 	bound       map[base.SessionID]int64
@@ -56,6 +57,21 @@ type flightKey struct {
 
 func newServer(w *world) *serverActor {
 	return &serverActor{w: w, id: w.id(), directory: w.id()}
+}
+
+// secret is what its state directory keeps.
+func (s *serverActor) secret() base.OwnerSecret {
+	secret, err := base.MakeOwnerSecret(append(s.id[:], s.directory[:]...))
+	if err != nil {
+		s.w.fail("sim", "secret: %v", err)
+	}
+	return secret
+}
+
+// claim is what the calls of an owner carry.
+func (s *serverActor) claim(inc base.Incarnation) core.Claim {
+	token := s.token
+	return core.Claim{Owner: s.id, Incarnation: inc, Token: token[:]}
 }
 
 func (s *serverActor) alive() bool { return s.process != nil && !s.process.ended }
@@ -144,7 +160,7 @@ func (s *serverActor) perform(e *directory.Effect) {
 			return
 		}
 		call(w, s.process, w.manager.process, "ClearRecords", mayRepeat,
-			w.manager.clear(s.id, s.incarnation, effect.Region, effect.Pages, effect.WriterLeft), done)
+			w.manager.clear(s.claim(s.incarnation), effect.Region, effect.Pages, effect.WriterLeft), done)
 	case directory.EffectDeleteDone:
 		for _, f := range s.deletes[e.Delete] {
 			w.at(s.process, 0, f)
@@ -173,7 +189,7 @@ func (s *serverActor) freeAtManager(id base.RegionID, inc base.Incarnation, done
 	}
 	s.draining[id] = w.now
 	delete(w.acked, id) // from here on it may be free
-	call(w, s.process, w.manager.process, fmt.Sprintf("Free %d", id), mayRepeat, w.manager.free(s.id, s.incarnation, s.handle(id, inc)),
+	call(w, s.process, w.manager.process, fmt.Sprintf("Free %d", id), mayRepeat, w.manager.free(s.claim(s.incarnation), s.handle(id, inc)),
 		func(draining bool, err error, _ fate) {
 			if err == nil && !draining || errors.Is(err, base.ErrNotFound) {
 				s.wentFree(id)
@@ -244,7 +260,7 @@ func (s *serverActor) connect() {
 		s.connecting = false
 		w.at(s.process, w.between(50*time.Millisecond, time.Second), s.connect)
 	}
-	call(w, s.process, w.manager.process, "ListPools", mayRepeat, w.manager.list(s.id, 0), func(l ownerList, err error, _ fate) {
+	call(w, s.process, w.manager.process, "ListPools", mayRepeat, w.manager.list(core.Claim{}), func(l ownerList, err error, _ fate) {
 		if err != nil {
 			again()
 			return
@@ -276,12 +292,14 @@ func (s *serverActor) startOwner(again func()) {
 	node, boot := w.manager.cfg.Node, w.manager.cfg.Boot
 	call(w, s.process, w.manager.process, "StartOwner", once, w.manager.startOwner(core.StartOwner{
 		Owner: s.id, Name: "server", Node: node, Boot: boot, Directory: s.directory, Locked: true, Process: w.manager.processID(s.process.pid),
+		Secret: s.secret(),
 	}), func(started core.Started, err error, _ fate) {
 		if err != nil {
 			again()
 			return
 		}
-		call(w, s.process, w.manager.process, "ListRegions", mayRepeat, w.manager.list(s.id, started.Incarnation), func(l ownerList, err error, _ fate) {
+		s.token = started.Token
+		call(w, s.process, w.manager.process, "ListRegions", mayRepeat, w.manager.list(s.claim(started.Incarnation)), func(l ownerList, err error, _ fate) {
 			if err != nil {
 				again()
 				return
@@ -352,7 +370,7 @@ func (s *serverActor) watch(again func()) {
 		}
 	}
 	call(w, s.process, w.manager.process, "WatchOwner", once, func(answer func(*stream, error)) {
-		w.manager.watchOwner(s.process, s.incarnation, func(holders []base.SessionID) {
+		w.manager.watchOwner(s.process, s.claim(s.incarnation), func(holders []base.SessionID) {
 			mine := w.manager.owner
 			if settled || mine == nil || mine.to != s.process || mine.from.ended {
 				return
@@ -439,7 +457,7 @@ func (s *serverActor) sweepOnce() {
 		return
 	}
 	inc := s.incarnation
-	call(w, s.process, w.manager.process, "ListRegions", mayRepeat, w.manager.list(s.id, inc), func(l ownerList, err error, _ fate) {
+	call(w, s.process, w.manager.process, "ListRegions", mayRepeat, w.manager.list(s.claim(inc)), func(l ownerList, err error, _ fate) {
 		s.checkFenced(err)
 		if err != nil {
 			return

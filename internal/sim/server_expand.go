@@ -80,9 +80,8 @@ func (s *serverActor) allocate(t *directory.ExpandTicket, sent bool, done func(d
 		retry()
 		return
 	}
-	inc := s.incarnation
 	call(w, s.process, w.manager.process, fmt.Sprintf("Allocate %d", t.RMOperation), mayRepeat, w.manager.allocate(core.Allocate{
-		Owner: s.id, Incarnation: inc, Operation: t.RMOperation, PageCount: t.PageCount, PageBytes: t.PageBytes, PieceBytes: t.PieceBytes,
+		Claim: s.claim(s.incarnation), Operation: t.RMOperation, PageCount: t.PageCount, PageBytes: t.PageBytes, PieceBytes: t.PieceBytes,
 		Namespace: t.Namespace, Writer: t.Caller.Session, Pool: t.PoolID,
 	}), func(out core.Allocated, err error, f fate) {
 		s.checkFenced(err)

@@ -458,6 +458,7 @@ type StartOwnerRequest struct {
 	BootId          []byte                 `protobuf:"bytes,4,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
 	DirectoryId     []byte                 `protobuf:"bytes,5,opt,name=directory_id,json=directoryId,proto3" json:"directory_id,omitempty"`              // UUID in the server's state directory
 	DirectoryLocked bool                   `protobuf:"varint,6,opt,name=directory_locked,json=directoryLocked,proto3" json:"directory_locked,omitempty"` // this process holds the directory's exclusive lock
+	OwnerSecret     []byte                 `protobuf:"bytes,7,opt,name=owner_secret,json=ownerSecret,proto3" json:"owner_secret,omitempty"`              // 32 bytes; the RM keeps a digest of the first one
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -534,11 +535,19 @@ func (x *StartOwnerRequest) GetDirectoryLocked() bool {
 	return false
 }
 
+func (x *StartOwnerRequest) GetOwnerSecret() []byte {
+	if x != nil {
+		return x.OwnerSecret
+	}
+	return nil
+}
+
 type StartOwnerResponse struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	Incarnation       uint32                 `protobuf:"varint,1,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	PredecessorsEnded bool                   `protobuf:"varint,2,opt,name=predecessors_ended,json=predecessorsEnded,proto3" json:"predecessors_ended,omitempty"` // proved, not assumed
 	Reason            string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`                                                 // why not, and who must act
+	OwnerToken        []byte                 `protobuf:"bytes,4,opt,name=owner_token,json=ownerToken,proto3" json:"owner_token,omitempty"`                       // of this incarnation; in every call of the owner
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -594,6 +603,13 @@ func (x *StartOwnerResponse) GetReason() string {
 	return ""
 }
 
+func (x *StartOwnerResponse) GetOwnerToken() []byte {
+	if x != nil {
+		return x.OwnerToken
+	}
+	return nil
+}
+
 type AllocateRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	OwnerId         []byte                 `protobuf:"bytes,1,opt,name=owner_id,json=ownerId,proto3" json:"owner_id,omitempty"`
@@ -605,6 +621,7 @@ type AllocateRequest struct {
 	NamespaceDigest []byte                 `protobuf:"bytes,7,opt,name=namespace_digest,json=namespaceDigest,proto3" json:"namespace_digest,omitempty"`
 	WriterSession   []byte                 `protobuf:"bytes,8,opt,name=writer_session,json=writerSession,proto3" json:"writer_session,omitempty"`
 	PoolId          []byte                 `protobuf:"bytes,9,opt,name=pool_id,json=poolId,proto3" json:"pool_id,omitempty"` // empty: any online pool with room
+	OwnerToken      []byte                 `protobuf:"bytes,10,opt,name=owner_token,json=ownerToken,proto3" json:"owner_token,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -702,6 +719,13 @@ func (x *AllocateRequest) GetPoolId() []byte {
 	return nil
 }
 
+func (x *AllocateRequest) GetOwnerToken() []byte {
+	if x != nil {
+		return x.OwnerToken
+	}
+	return nil
+}
+
 type AllocateResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Handle        *RegionHandle          `protobuf:"bytes,1,opt,name=handle,proto3" json:"handle,omitempty"` // write capability
@@ -759,6 +783,7 @@ type FreeRequest struct {
 	OwnerId       []byte                 `protobuf:"bytes,1,opt,name=owner_id,json=ownerId,proto3" json:"owner_id,omitempty"`
 	Incarnation   uint32                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	Handle        *RegionHandle          `protobuf:"bytes,3,opt,name=handle,proto3" json:"handle,omitempty"` // write capability, or empty token with the owner's id for its own regions
+	OwnerToken    []byte                 `protobuf:"bytes,4,opt,name=owner_token,json=ownerToken,proto3" json:"owner_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -810,6 +835,13 @@ func (x *FreeRequest) GetIncarnation() uint32 {
 func (x *FreeRequest) GetHandle() *RegionHandle {
 	if x != nil {
 		return x.Handle
+	}
+	return nil
+}
+
+func (x *FreeRequest) GetOwnerToken() []byte {
+	if x != nil {
+		return x.OwnerToken
 	}
 	return nil
 }
@@ -1840,6 +1872,7 @@ type ReadRecordsRequest struct {
 	FirstPage     uint64                 `protobuf:"varint,5,opt,name=first_page,json=firstPage,proto3" json:"first_page,omitempty"`
 	PageCount     uint64                 `protobuf:"varint,6,opt,name=page_count,json=pageCount,proto3" json:"page_count,omitempty"`    // at most 8192 a call
 	WriterLeft    bool                   `protobuf:"varint,7,opt,name=writer_left,json=writerLeft,proto3" json:"writer_left,omitempty"` // the owner's word: the writer declared LEFT (closed with exports out)
+	OwnerToken    []byte                 `protobuf:"bytes,8,opt,name=owner_token,json=ownerToken,proto3" json:"owner_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1923,6 +1956,13 @@ func (x *ReadRecordsRequest) GetWriterLeft() bool {
 	return false
 }
 
+func (x *ReadRecordsRequest) GetOwnerToken() []byte {
+	if x != nil {
+		return x.OwnerToken
+	}
+	return nil
+}
+
 type ReadRecordsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Records       []byte                 `protobuf:"bytes,1,opt,name=records,proto3" json:"records,omitempty"` // 64 bytes a page, as on the device
@@ -1975,6 +2015,7 @@ type ClearRecordsRequest struct {
 	RegionId      uint32                 `protobuf:"varint,4,opt,name=region_id,json=regionId,proto3" json:"region_id,omitempty"`
 	Pages         []uint64               `protobuf:"varint,5,rep,packed,name=pages,proto3" json:"pages,omitempty"`                      // at most 8192 a call
 	WriterLeft    bool                   `protobuf:"varint,6,opt,name=writer_left,json=writerLeft,proto3" json:"writer_left,omitempty"` // as in ReadRecordsRequest
+	OwnerToken    []byte                 `protobuf:"bytes,7,opt,name=owner_token,json=ownerToken,proto3" json:"owner_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2051,6 +2092,13 @@ func (x *ClearRecordsRequest) GetWriterLeft() bool {
 	return false
 }
 
+func (x *ClearRecordsRequest) GetOwnerToken() []byte {
+	if x != nil {
+		return x.OwnerToken
+	}
+	return nil
+}
+
 type ClearRecordsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -2091,6 +2139,7 @@ type WatchOwnerRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	OwnerId       []byte                 `protobuf:"bytes,1,opt,name=owner_id,json=ownerId,proto3" json:"owner_id,omitempty"`
 	Incarnation   uint32                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	OwnerToken    []byte                 `protobuf:"bytes,3,opt,name=owner_token,json=ownerToken,proto3" json:"owner_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2137,6 +2186,13 @@ func (x *WatchOwnerRequest) GetIncarnation() uint32 {
 		return x.Incarnation
 	}
 	return 0
+}
+
+func (x *WatchOwnerRequest) GetOwnerToken() []byte {
+	if x != nil {
+		return x.OwnerToken
+	}
+	return nil
 }
 
 type OwnerEvent struct {
@@ -2642,7 +2698,7 @@ type RegionInfo struct {
 	NamespaceDigest  []byte                 `protobuf:"bytes,8,opt,name=namespace_digest,json=namespaceDigest,proto3" json:"namespace_digest,omitempty"`
 	WriterSession    []byte                 `protobuf:"bytes,9,opt,name=writer_session,json=writerSession,proto3" json:"writer_session,omitempty"`
 	Place            *RegionPlace           `protobuf:"bytes,10,opt,name=place,proto3" json:"place,omitempty"`
-	Handle           *RegionHandle          `protobuf:"bytes,11,opt,name=handle,proto3" json:"handle,omitempty"` // write capability; only to the owner's current incarnation
+	Handle           *RegionHandle          `protobuf:"bytes,11,opt,name=handle,proto3" json:"handle,omitempty"` // write capability; only to the owner, and not of a draining region
 	Holders          [][]byte               `protobuf:"bytes,12,rep,name=holders,proto3" json:"holders,omitempty"`
 	AllocatedUnixMs  int64                  `protobuf:"varint,13,opt,name=allocated_unix_ms,json=allocatedUnixMs,proto3" json:"allocated_unix_ms,omitempty"`
 	unknownFields    protoimpl.UnknownFields
@@ -2776,7 +2832,8 @@ type ListRegionsRequest struct {
 	Incarnation   uint32                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	AfterRegionId uint32                 `protobuf:"varint,3,opt,name=after_region_id,json=afterRegionId,proto3" json:"after_region_id,omitempty"` // paging, per pool order of ids
 	PoolId        []byte                 `protobuf:"bytes,4,opt,name=pool_id,json=poolId,proto3" json:"pool_id,omitempty"`
-	Limit         uint32                 `protobuf:"varint,5,opt,name=limit,proto3" json:"limit,omitempty"` // at most 1000
+	Limit         uint32                 `protobuf:"varint,5,opt,name=limit,proto3" json:"limit,omitempty"`                            // at most 1000
+	OwnerToken    []byte                 `protobuf:"bytes,6,opt,name=owner_token,json=ownerToken,proto3" json:"owner_token,omitempty"` // with owner_id only
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2844,6 +2901,13 @@ func (x *ListRegionsRequest) GetLimit() uint32 {
 		return x.Limit
 	}
 	return 0
+}
+
+func (x *ListRegionsRequest) GetOwnerToken() []byte {
+	if x != nil {
+		return x.OwnerToken
+	}
+	return nil
 }
 
 type ListRegionsResponse struct {
@@ -3169,6 +3233,7 @@ type OwnerInfo struct {
 	AllocatedBytes    uint64                 `protobuf:"varint,7,opt,name=allocated_bytes,json=allocatedBytes,proto3" json:"allocated_bytes,omitempty"`
 	StartedUnixMs     int64                  `protobuf:"varint,8,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
 	PredecessorsEnded bool                   `protobuf:"varint,9,opt,name=predecessors_ended,json=predecessorsEnded,proto3" json:"predecessors_ended,omitempty"`
+	Proved            bool                   `protobuf:"varint,10,opt,name=proved,proto3" json:"proved,omitempty"` // a digest of its secret is on record
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -3262,6 +3327,13 @@ func (x *OwnerInfo) GetStartedUnixMs() int64 {
 func (x *OwnerInfo) GetPredecessorsEnded() bool {
 	if x != nil {
 		return x.PredecessorsEnded
+	}
+	return false
+}
+
+func (x *OwnerInfo) GetProved() bool {
+	if x != nil {
+		return x.Proved
 	}
 	return false
 }
@@ -3591,18 +3663,21 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\x05state\x18\x0e \x01(\x0e2\x12.maru.v1.PoolStateR\x05state\x12\x16\n" +
 	"\x06reason\x18\x0f \x01(\tR\x06reason\x12!\n" +
 	"\fregion_count\x18\x10 \x01(\x04R\vregionCount\x12\x1a\n" +
-	"\bsequence\x18\x11 \x01(\x04R\bsequence\"\xc2\x01\n" +
+	"\bsequence\x18\x11 \x01(\x04R\bsequence\"\xea\x01\n" +
 	"\x11StartOwnerRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x17\n" +
 	"\anode_id\x18\x03 \x01(\fR\x06nodeId\x12\x17\n" +
 	"\aboot_id\x18\x04 \x01(\fR\x06bootId\x12!\n" +
 	"\fdirectory_id\x18\x05 \x01(\fR\vdirectoryId\x12)\n" +
-	"\x10directory_locked\x18\x06 \x01(\bR\x0fdirectoryLocked\"}\n" +
+	"\x10directory_locked\x18\x06 \x01(\bR\x0fdirectoryLocked\x12&\n" +
+	"\fowner_secret\x18\a \x01(\fB\x03\x80\x01\x01R\vownerSecret\"\xa3\x01\n" +
 	"\x12StartOwnerResponse\x12 \n" +
 	"\vincarnation\x18\x01 \x01(\rR\vincarnation\x12-\n" +
 	"\x12predecessors_ended\x18\x02 \x01(\bR\x11predecessorsEnded\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\"\xb2\x02\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12$\n" +
+	"\vowner_token\x18\x04 \x01(\fB\x03\x80\x01\x01R\n" +
+	"ownerToken\"\xd8\x02\n" +
 	"\x0fAllocateRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12\x1c\n" +
@@ -3614,14 +3689,19 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"piece_size\x18\x06 \x01(\rR\tpieceSize\x12)\n" +
 	"\x10namespace_digest\x18\a \x01(\fR\x0fnamespaceDigest\x12%\n" +
 	"\x0ewriter_session\x18\b \x01(\fR\rwriterSession\x12\x17\n" +
-	"\apool_id\x18\t \x01(\fR\x06poolId\"m\n" +
+	"\apool_id\x18\t \x01(\fR\x06poolId\x12$\n" +
+	"\vowner_token\x18\n" +
+	" \x01(\fB\x03\x80\x01\x01R\n" +
+	"ownerToken\"m\n" +
 	"\x10AllocateResponse\x12-\n" +
 	"\x06handle\x18\x01 \x01(\v2\x15.maru.v1.RegionHandleR\x06handle\x12*\n" +
-	"\x05place\x18\x02 \x01(\v2\x14.maru.v1.RegionPlaceR\x05place\"y\n" +
+	"\x05place\x18\x02 \x01(\v2\x14.maru.v1.RegionPlaceR\x05place\"\x9f\x01\n" +
 	"\vFreeRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12-\n" +
-	"\x06handle\x18\x03 \x01(\v2\x15.maru.v1.RegionHandleR\x06handle\"*\n" +
+	"\x06handle\x18\x03 \x01(\v2\x15.maru.v1.RegionHandleR\x06handle\x12$\n" +
+	"\vowner_token\x18\x04 \x01(\fB\x03\x80\x01\x01R\n" +
+	"ownerToken\"*\n" +
 	"\fFreeResponse\x12\x1a\n" +
 	"\bdraining\x18\x01 \x01(\bR\bdraining\"B\n" +
 	"\x0fMintReadRequest\x12/\n" +
@@ -3696,7 +3776,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x19\n" +
 	"\bpool_ids\x18\x02 \x03(\fR\apoolIds\"B\n" +
 	"\x18CheckDomainProofResponse\x12&\n" +
-	"\x0fproved_pool_ids\x18\x01 \x03(\fR\rprovedPoolIds\"\xe6\x01\n" +
+	"\x0fproved_pool_ids\x18\x01 \x03(\fR\rprovedPoolIds\"\x8c\x02\n" +
 	"\x12ReadRecordsRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12\x17\n" +
@@ -3707,9 +3787,11 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\n" +
 	"page_count\x18\x06 \x01(\x04R\tpageCount\x12\x1f\n" +
 	"\vwriter_left\x18\a \x01(\bR\n" +
-	"writerLeft\"/\n" +
+	"writerLeft\x12$\n" +
+	"\vowner_token\x18\b \x01(\fB\x03\x80\x01\x01R\n" +
+	"ownerToken\"/\n" +
 	"\x13ReadRecordsResponse\x12\x18\n" +
-	"\arecords\x18\x01 \x01(\fR\arecords\"\xbf\x01\n" +
+	"\arecords\x18\x01 \x01(\fR\arecords\"\xe5\x01\n" +
 	"\x13ClearRecordsRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12\x17\n" +
@@ -3717,11 +3799,15 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\tregion_id\x18\x04 \x01(\rR\bregionId\x12\x14\n" +
 	"\x05pages\x18\x05 \x03(\x04R\x05pages\x12\x1f\n" +
 	"\vwriter_left\x18\x06 \x01(\bR\n" +
-	"writerLeft\"\x16\n" +
-	"\x14ClearRecordsResponse\"P\n" +
+	"writerLeft\x12$\n" +
+	"\vowner_token\x18\a \x01(\fB\x03\x80\x01\x01R\n" +
+	"ownerToken\"\x16\n" +
+	"\x14ClearRecordsResponse\"v\n" +
 	"\x11WatchOwnerRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
-	"\vincarnation\x18\x02 \x01(\rR\vincarnation\"\xec\x01\n" +
+	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12$\n" +
+	"\vowner_token\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
+	"ownerToken\"\xec\x01\n" +
 	"\n" +
 	"OwnerEvent\x129\n" +
 	"\fsession_gone\x18\x01 \x01(\v2\x14.maru.v1.SessionGoneH\x00R\vsessionGone\x129\n" +
@@ -3765,13 +3851,15 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	" \x01(\v2\x14.maru.v1.RegionPlaceR\x05place\x12-\n" +
 	"\x06handle\x18\v \x01(\v2\x15.maru.v1.RegionHandleR\x06handle\x12\x18\n" +
 	"\aholders\x18\f \x03(\fR\aholders\x12*\n" +
-	"\x11allocated_unix_ms\x18\r \x01(\x03R\x0fallocatedUnixMs\"\xa8\x01\n" +
+	"\x11allocated_unix_ms\x18\r \x01(\x03R\x0fallocatedUnixMs\"\xce\x01\n" +
 	"\x12ListRegionsRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12&\n" +
 	"\x0fafter_region_id\x18\x03 \x01(\rR\rafterRegionId\x12\x17\n" +
 	"\apool_id\x18\x04 \x01(\fR\x06poolId\x12\x14\n" +
-	"\x05limit\x18\x05 \x01(\rR\x05limit\"X\n" +
+	"\x05limit\x18\x05 \x01(\rR\x05limit\x12$\n" +
+	"\vowner_token\x18\x06 \x01(\fB\x03\x80\x01\x01R\n" +
+	"ownerToken\"X\n" +
 	"\x13ListRegionsResponse\x12-\n" +
 	"\aregions\x18\x01 \x03(\v2\x13.maru.v1.RegionInfoR\aregions\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\"\x92\x03\n" +
@@ -3799,7 +3887,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"session_id\x18\x04 \x01(\fR\tsessionId\"P\n" +
 	"\x11ListHoldsResponse\x12'\n" +
 	"\x05holds\x18\x01 \x03(\v2\x11.maru.v1.HoldInfoR\x05holds\x12\x12\n" +
-	"\x04more\x18\x02 \x01(\bR\x04more\"\xb1\x02\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\"\xc9\x02\n" +
 	"\tOwnerInfo\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12 \n" +
@@ -3809,7 +3897,9 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\fregion_count\x18\x06 \x01(\x04R\vregionCount\x12'\n" +
 	"\x0fallocated_bytes\x18\a \x01(\x04R\x0eallocatedBytes\x12&\n" +
 	"\x0fstarted_unix_ms\x18\b \x01(\x03R\rstartedUnixMs\x12-\n" +
-	"\x12predecessors_ended\x18\t \x01(\bR\x11predecessorsEnded\"\x13\n" +
+	"\x12predecessors_ended\x18\t \x01(\bR\x11predecessorsEnded\x12\x16\n" +
+	"\x06proved\x18\n" +
+	" \x01(\bR\x06proved\"\x13\n" +
 	"\x11ListOwnersRequest\"@\n" +
 	"\x12ListOwnersResponse\x12*\n" +
 	"\x06owners\x18\x01 \x03(\v2\x12.maru.v1.OwnerInfoR\x06owners\"d\n" +

@@ -54,7 +54,8 @@ type ResourceManagerClient interface {
 	// Describe tells identity, version, capabilities and pools.
 	Describe(ctx context.Context, in *DescribeRequest, opts ...grpc.CallOption) (*DescribeResponse, error)
 	// StartOwner issues a new incarnation to a server id and fences its older
-	// ones. It says whether the processes of all older incarnations are proved
+	// ones, for who shows the secret of that id's first start. Calls of an owner carry
+	// the token in its answer (docs/rfcs/0007-resource-manager.md). It says whether the processes of all older incarnations are proved
 	// ended (docs/PROTOCOL.md, Server restart).
 	StartOwner(ctx context.Context, in *StartOwnerRequest, opts ...grpc.CallOption) (*StartOwnerResponse, error)
 	// Allocate gives a region to an owner. Idempotent by (owner, incarnation, operation).
@@ -71,7 +72,8 @@ type ResourceManagerClient interface {
 	// Unhold takes holds back. Only the process that took them, or the hold token
 	// of the first answer, may.
 	Unhold(ctx context.Context, in *UnholdRequest, opts ...grpc.CallOption) (*UnholdResponse, error)
-	// ResetHolds drops the holds of a node's older agent epoch (agents only).
+	// ResetHolds drops the holds of a node's older agent epoch. It is a proof that
+	// mappers are gone: the Unix socket with the RM's own uid or root.
 	ResetHolds(ctx context.Context, in *ResetHoldsRequest, opts ...grpc.CallOption) (*ResetHoldsResponse, error)
 	// StartDomainProof writes a nonce into a slot of the pool; FinishDomainProof
 	// says what the mapper read there; CheckDomainProof tells a server whether it held.
@@ -349,7 +351,8 @@ type ResourceManagerServer interface {
 	// Describe tells identity, version, capabilities and pools.
 	Describe(context.Context, *DescribeRequest) (*DescribeResponse, error)
 	// StartOwner issues a new incarnation to a server id and fences its older
-	// ones. It says whether the processes of all older incarnations are proved
+	// ones, for who shows the secret of that id's first start. Calls of an owner carry
+	// the token in its answer (docs/rfcs/0007-resource-manager.md). It says whether the processes of all older incarnations are proved
 	// ended (docs/PROTOCOL.md, Server restart).
 	StartOwner(context.Context, *StartOwnerRequest) (*StartOwnerResponse, error)
 	// Allocate gives a region to an owner. Idempotent by (owner, incarnation, operation).
@@ -366,7 +369,8 @@ type ResourceManagerServer interface {
 	// Unhold takes holds back. Only the process that took them, or the hold token
 	// of the first answer, may.
 	Unhold(context.Context, *UnholdRequest) (*UnholdResponse, error)
-	// ResetHolds drops the holds of a node's older agent epoch (agents only).
+	// ResetHolds drops the holds of a node's older agent epoch. It is a proof that
+	// mappers are gone: the Unix socket with the RM's own uid or root.
 	ResetHolds(context.Context, *ResetHoldsRequest) (*ResetHoldsResponse, error)
 	// StartDomainProof writes a nonce into a slot of the pool; FinishDomainProof
 	// says what the mapper read there; CheckDomainProof tells a server whether it held.

@@ -47,6 +47,7 @@ type Core struct {
 	secret   [SecretBytes]byte
 	limits   Limits
 	counters countersRow
+	format   uint32 // of the store's rows
 
 	pools    map[base.PoolID]*pool
 	regions  map[base.RegionID]*region
@@ -114,6 +115,7 @@ func New(cfg Config) *Core {
 	return &Core{
 		cfg: cfg, secret: cfg.Secret, limits: cfg.Limits.withDefaults(),
 		counters: countersRow{NextRegion: 1, NextOwner: 1},
+		format:   formatFirst,
 		pools:    map[base.PoolID]*pool{},
 		regions:  map[base.RegionID]*region{},
 		byOp:     map[operationKey]*region{},

@@ -82,6 +82,26 @@ func newWorld(t fataler) *world {
 	return w
 }
 
+func secretOf(o base.OwnerID) base.OwnerSecret {
+	b := [base.OwnerSecretBytes]byte{31: 1}
+	copy(b[:], o[:])
+	s, err := base.MakeOwnerSecret(b[:])
+	if err != nil {
+		panic(err)
+	}
+	return s
+}
+
+// claim is that of the program which started an incarnation.
+func (w *world) claim(o base.OwnerID, inc base.Incarnation) Claim {
+	who := Claim{Owner: o, Incarnation: inc}
+	if x, ok := w.core.owners[o]; ok {
+		t := w.core.ownerToken(&x.row)
+		who.Token = t[:]
+	}
+	return who
+}
+
 type fataler interface {
 	Fatalf(format string, args ...any)
 }
@@ -185,12 +205,12 @@ func TestAgainstModel(t *testing.T) {
 
 		for i, o := range owners {
 			inc := m.startOwner(o)
-			if got, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: o}); err != nil || got.Incarnation != inc {
+			if got, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: o, Secret: secretOf(o)}); err != nil || got.Incarnation != inc {
 				t.Fatalf("%+v, %v", got, err)
 			}
 			incs[o] = append(incs[o], inc)
 			m.allocate(o, inc, 20, pagesOf(1+i), 1+i)
-			if _, err := w.core.Allocate(w.batch, 1, Allocate{Owner: o, Incarnation: inc, Operation: 20, PageCount: pagesOf(1 + i), PageBytes: 65536, PieceBytes: 65536}); err != nil {
+			if _, err := w.core.Allocate(w.batch, 1, Allocate{Claim: w.claim(o, inc), Operation: 20, PageCount: pagesOf(1 + i), PageBytes: 65536, PieceBytes: 65536}); err != nil {
 				t.Fatalf("%v", err)
 			}
 		}
@@ -201,7 +221,7 @@ func TestAgainstModel(t *testing.T) {
 					t.Skip()
 				}
 				o := rapid.SampledFrom(owners).Draw(t, "owner")
-				got, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: o})
+				got, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: o, Secret: secretOf(o)})
 				want := m.startOwner(o)
 				if err != nil || got.Incarnation != want {
 					t.Fatalf("%+v, %v, want %d", got, err, want)
@@ -215,7 +235,7 @@ func TestAgainstModel(t *testing.T) {
 				if rapid.IntRange(0, 30).Draw(t, "huge") == 0 {
 					n = testUnits + 1
 				}
-				got, err := w.core.Allocate(w.batch, 1, Allocate{Owner: o, Incarnation: inc, Operation: op, PageCount: pagesOf(n), PageBytes: 65536, PieceBytes: 65536})
+				got, err := w.core.Allocate(w.batch, 1, Allocate{Claim: w.claim(o, inc), Operation: op, PageCount: pagesOf(n), PageBytes: 65536, PieceBytes: 65536})
 				want, code := m.allocate(o, inc, op, pagesOf(n), n)
 				if err == nil {
 					name := fmt.Sprintf("%x.%d op %d", o[:1], inc, op)
@@ -236,8 +256,40 @@ func TestAgainstModel(t *testing.T) {
 				if r, ok := w.core.regions[rid]; ok {
 					h.Incarnation = r.row.Incarnation
 				}
-				_, err := w.core.Free(w.batch, o, inc, h)
+				_, err := w.core.Free(w.batch, w.claim(o, inc), h)
 				finish(t, err, m.free(o, inc, rid))
+			},
+			// Who knows ids and incarnations, and no secret, changes nothing and sees no capability.
+			"thief": func(t *rapid.T) {
+				if rapid.Bool().Draw(t, "rare") {
+					t.Skip()
+				}
+				rid := regionIDs(t)[0]
+				who := w.claim(ownerOf(t, rid))
+				want := base.CodeUnproven
+				if o, ok := m.owners[who.Owner]; !ok || o.inc != who.Incarnation {
+					want = base.CodeFenced
+				}
+				switch n := rapid.IntRange(-1, 255).Draw(t, "bit"); {
+				case n < 0, who.Token == nil:
+					who.Token = nil
+				default:
+					who.Token[n/8] ^= 1 << (n % 8)
+				}
+				for what, call := range w.ownerCalls(who, rid) {
+					if err := call(); base.CodeOf(err) != want {
+						t.Fatalf("%s: %v, want %s", what, err, want)
+					}
+				}
+				wrong := secretOf(base.OwnerID{77})
+				if _, ok := m.owners[who.Owner]; ok {
+					for _, secret := range []base.OwnerSecret{{}, wrong} {
+						if _, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: who.Owner, Secret: secret}); base.CodeOf(err) != base.CodeUnproven {
+							t.Fatalf("start without the secret: %v", err)
+						}
+					}
+				}
+				finish(t, nil, base.CodeOK)
 			},
 			"hold": func(t *rapid.T) {
 				s := rapid.SampledFrom(sessions).Draw(t, "session")
@@ -307,6 +359,24 @@ func TestAgainstModel(t *testing.T) {
 	})
 }
 
+// ownerCalls is every call that an owner's rights are needed for.
+func (w *world) ownerCalls(who Claim, rid base.RegionID) map[string]func() error {
+	h := Handle{Pool: w.pool, Region: rid}
+	if r, ok := w.core.regions[rid]; ok {
+		h.Incarnation = r.row.Incarnation
+	}
+	return map[string]func() error{
+		"allocate": func() error {
+			_, err := w.core.Allocate(w.batch, 1, Allocate{Claim: who, Operation: 9, PageCount: 1, PageBytes: 65536, PieceBytes: 65536})
+			return err
+		},
+		"free":    func() error { _, err := w.core.Free(w.batch, who, h); return err },
+		"list":    func() error { _, _, err := w.core.ListRegions(ListRegions{Claim: who}); return err },
+		"records": func() error { _, _, err := w.core.Records(who, w.pool, rid, true); return err },
+		"claim":   func() error { return w.core.Claim(who) },
+	}
+}
+
 func (w *world) checkPicture(t fataler, m *model) {
 	if got, want := corePicture(w.core), m.picture(); !slices.Equal(got, want) {
 		t.Fatalf("core:\n%s\nmodel:\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
@@ -334,12 +404,12 @@ func must[T any](v T, err error) func(t *testing.T) T {
 
 func (w *world) owner(t *testing.T, id byte) base.Incarnation {
 	t.Helper()
-	return must(w.core.StartOwner(w.batch, 1, StartOwner{Owner: base.OwnerID{id}}))(t).Incarnation
+	return must(w.core.StartOwner(w.batch, 1, StartOwner{Owner: base.OwnerID{id}, Secret: secretOf(base.OwnerID{id})}))(t).Incarnation
 }
 
 func (w *world) allocate(t *testing.T, id byte, inc base.Incarnation, op uint64) Allocated {
 	t.Helper()
-	return must(w.core.Allocate(w.batch, 1, Allocate{Owner: base.OwnerID{id}, Incarnation: inc, Operation: op, PageCount: 1, PageBytes: 4096, PieceBytes: 256}))(t)
+	return must(w.core.Allocate(w.batch, 1, Allocate{Claim: w.claim(base.OwnerID{id}, inc), Operation: op, PageCount: 1, PageBytes: 4096, PieceBytes: 256}))(t)
 }
 
 func TestTokens(t *testing.T) {
@@ -379,7 +449,7 @@ func TestTokens(t *testing.T) {
 	if _, err := w.core.MintRead(read); !errors.Is(err, base.ErrDenied) {
 		t.Errorf("a read token mints: %v", err)
 	}
-	if _, err := w.core.Free(w.batch, base.OwnerID{1}, inc, read); !errors.Is(err, base.ErrDenied) {
+	if _, err := w.core.Free(w.batch, w.claim(base.OwnerID{1}, inc), read); !errors.Is(err, base.ErrDenied) {
 		t.Errorf("a read token frees: %v", err)
 	}
 }
@@ -458,7 +528,7 @@ func TestPredecessors(t *testing.T) {
 	local, other := base.NodeID{7}, base.NodeID{8}
 	boot := base.BootID{1}
 	dir := [16]byte{5}
-	first := StartOwner{Owner: base.OwnerID{1}, Node: local, Boot: boot, Directory: dir, Locked: true, Process: ProcessID{PID: 10, Boot: boot}}
+	first := StartOwner{Owner: base.OwnerID{1}, Secret: secretOf(base.OwnerID{1}), Node: local, Boot: boot, Directory: dir, Locked: true, Process: ProcessID{PID: 10, Boot: boot}}
 	for name, c := range map[string]struct {
 		change func(*StartOwner)
 		gone   bool
@@ -565,7 +635,7 @@ func TestRebootOfOurNode(t *testing.T) {
 	} {
 		must(w.core.Hold(w.batch, 1, Hold{Session: base.SessionID{byte(i + 1)}, Server: base.OwnerID{1}, Incarnation: inc, Sequence: 1, Handles: []Handle{a.Handle}, Peer: p}))(t)
 	}
-	must(w.core.Free(w.batch, base.OwnerID{1}, inc, a.Handle))(t)
+	must(w.core.Free(w.batch, w.claim(base.OwnerID{1}, inc), a.Handle))(t)
 	if err := w.commit(); err != nil {
 		t.Fatal(err)
 	}
@@ -594,11 +664,11 @@ func TestRecordsRule(t *testing.T) {
 	w := newWorld(t)
 	inc := w.owner(t, 1)
 	writer := base.SessionID{1}
-	a := must(w.core.Allocate(w.batch, 1, Allocate{Owner: base.OwnerID{1}, Incarnation: inc, Operation: 1, PageCount: 1, PageBytes: 4096, PieceBytes: 256, Writer: writer}))(t)
+	a := must(w.core.Allocate(w.batch, 1, Allocate{Claim: w.claim(base.OwnerID{1}, inc), Operation: 1, PageCount: 1, PageBytes: 4096, PieceBytes: 256, Writer: writer}))(t)
 	p := Peer{Process: ProcessID{PID: 1}}
 	must(w.core.Hold(w.batch, 1, Hold{Session: writer, Server: base.OwnerID{1}, Incarnation: inc, Sequence: 1, Handles: []Handle{a.Handle}, Peer: p}))(t)
 	ask := func(left bool) error {
-		_, _, err := w.core.Records(base.OwnerID{1}, inc, w.pool, a.Region.ID, left)
+		_, _, err := w.core.Records(w.claim(base.OwnerID{1}, inc), w.pool, a.Region.ID, left)
 		return err
 	}
 	if err := ask(false); !errors.Is(err, base.ErrBusy) {
@@ -607,7 +677,7 @@ func TestRecordsRule(t *testing.T) {
 	if err := ask(true); err != nil {
 		t.Errorf("the writer left: %v", err)
 	}
-	if _, _, err := w.core.Records(base.OwnerID{2}, inc, w.pool, a.Region.ID, true); !errors.Is(err, base.ErrFenced) {
+	if _, _, err := w.core.Records(w.claim(base.OwnerID{2}, inc), w.pool, a.Region.ID, true); !errors.Is(err, base.ErrFenced) {
 		t.Errorf("another owner: %v", err)
 	}
 	w.core.ProcessGone(w.batch, p.Process, ProofPidfd)

@@ -46,6 +46,15 @@
 // first hold: to its process when that is known, and to a hold token.
 // A session without a process ends when its last row goes.
 //
+// # Owners
+//
+// A row keeps a digest of the secret that the owner's first start showed; a later
+// start must show the same. Each start is answered with a token, an HMAC under the
+// store's secret over owner, incarnation and digest, which all calls of the owner
+// carry: it is checked without being kept, so it is good after a restart of the
+// resource manager and worthless after the next start. Hold takes no token: a
+// mapper is no owner, and its capability is its proof.
+//
 // Invariants: E1, E2 (internal/extent), R3 (an extent is free only after the
 // last hold ended by unhold or by proof), S1, W1 (with the shell), L1.
 //

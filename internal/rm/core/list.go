@@ -32,11 +32,10 @@ type RegionInfo struct {
 
 // ListRegions asks for a part of the regions in order of id.
 type ListRegions struct {
-	Owner       base.OwnerID // zero: all, without capabilities
-	Incarnation base.Incarnation
-	Pool        base.PoolID // zero: all
-	After       base.RegionID
-	Limit       int
+	Claim             // zero: all, without capabilities
+	Pool  base.PoolID // zero: all
+	After base.RegionID
+	Limit int
 }
 
 // MaxPageCount bounds a page of a list.
@@ -49,12 +48,13 @@ func pageLimit(n int) int {
 	return n
 }
 
-// ListRegions lists regions, with write capabilities for an owner's current
-// incarnation. Errors: ErrFenced.
+// ListRegions lists regions, for an owner with their write capabilities. A
+// draining region has none: its mappers are still there, and after drop-owner who
+// starts with that id first may be anybody. Errors: ErrFenced, ErrUnproven.
 func (c *Core) ListRegions(req ListRegions) (out []RegionInfo, more bool, err error) {
 	mine := req.Owner != (base.OwnerID{})
 	if mine {
-		if _, err := c.current(req.Owner, req.Incarnation); err != nil {
+		if _, err := c.owned(req.Claim); err != nil {
 			return nil, false, err
 		}
 	}
@@ -76,7 +76,7 @@ func (c *Core) ListRegions(req ListRegions) (out []RegionInfo, more bool, err er
 		case r.held > 0:
 			info.State = RegionHeld
 		}
-		if mine {
+		if mine && !r.row.Draining {
 			h := c.writeHandle(r)
 			info.Handle = &h
 		}
@@ -159,6 +159,7 @@ type OwnerInfo struct {
 	AllocatedBytes    uint64
 	StartedMS         int64
 	PredecessorsEnded bool
+	Proved            bool // a digest of its secret is on record
 }
 
 // ListOwners lists all owners in order.
@@ -170,15 +171,10 @@ func (c *Core) ListOwners() []OwnerInfo {
 		out = append(out, OwnerInfo{
 			ID: o.row.ID, Name: o.row.Name, Incarnation: o.row.Current.Incarnation, Node: o.row.Current.Node, Boot: o.row.Current.Boot,
 			RegionCount: o.count, AllocatedBytes: o.bytes, StartedMS: o.row.StartedMS, PredecessorsEnded: len(o.row.Unproved) == 0,
+			Proved: len(o.row.Digest) > 0,
 		})
 	}
 	return out
-}
-
-// Current reports whether this is the owner's incarnation. Errors: ErrFenced.
-func (c *Core) Current(id base.OwnerID, incarnation base.Incarnation) error {
-	_, err := c.current(id, incarnation)
-	return err
 }
 
 // OwnerSessions lists the sessions with a hold on an owner's regions.

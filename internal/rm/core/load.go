@@ -50,7 +50,24 @@ func (l *Loader) Row(bucket, key string, value []byte) error {
 	case bucketRegions:
 		return loadRow(key, value, &l.regions, func(r regionRow) string { return regionKey(r.ID) }, bad)
 	case bucketOwners:
-		return loadRow(key, value, &l.owners, func(r ownerRow) string { return string(r.ID[:]) }, bad)
+		if err := loadRow(key, value, &l.owners, func(r ownerRow) string { return string(r.ID[:]) }, bad); err != nil {
+			return err
+		}
+		if n := len(l.owners[len(l.owners)-1].Digest); n != 0 && n != OwnerDigestBytes {
+			return corrupt("owner %x: a digest of %d bytes", key, n)
+		}
+	case bucketFormat:
+		var row formatRow
+		if err := decoder.Unmarshal(value, &row); err != nil {
+			return bad(err)
+		}
+		if key != formatKey || row.Version <= formatFirst {
+			return corrupt("format %q: version %d", key, row.Version)
+		}
+		if row.Version > formatDigests {
+			return fmt.Errorf("%w: the rows of the store have version %d, this program reads %d to %d", base.ErrUnsupported, row.Version, formatFirst, formatDigests)
+		}
+		l.c.format = row.Version
 	case bucketHolds:
 		return loadRow(key, value, &l.holds, func(r holdRow) string { return holdKey(r.Session, r.Region) }, bad)
 	case bucketSessions:
@@ -118,6 +135,9 @@ func (l *Loader) Finish() (*Core, error) {
 	for _, row := range l.owners {
 		if row.Current.Incarnation == 0 || row.Current.Incarnation >= c.counters.NextOwner {
 			return nil, corrupt("owner %s: incarnation %d was never given", row.ID, row.Current.Incarnation)
+		}
+		if len(row.Digest) > 0 && c.format < formatDigests {
+			return nil, corrupt("owner %s has a digest, which rows of version %d do not have", row.ID, c.format)
 		}
 		c.owners[row.ID] = &owner{row: row, closed: l.spans[row.ID]}
 		delete(l.spans, row.ID)

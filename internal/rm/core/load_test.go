@@ -18,7 +18,7 @@ func TestLoadRefusesHalves(t *testing.T) {
 	a := w.allocate(t, 1, inc, 1)
 	w.allocate(t, 1, inc, 3)
 	must(w.core.Hold(w.batch, 1, Hold{Session: base.SessionID{1}, Server: base.OwnerID{1}, Incarnation: inc, Sequence: 1, Handles: []Handle{a.Handle}, Peer: Peer{Process: ProcessID{PID: 1}}}))(t)
-	must(w.core.Free(w.batch, base.OwnerID{1}, inc, a.Handle))(t)
+	must(w.core.Free(w.batch, w.claim(base.OwnerID{1}, inc), a.Handle))(t)
 	if err := w.commit(); err != nil {
 		t.Fatal(err)
 	}
@@ -46,7 +46,7 @@ func TestLoadRefusesHalves(t *testing.T) {
 func FuzzLoadRow(f *testing.F) {
 	f.Add(uint8(0), "k", []byte{0xa0})
 	f.Add(uint8(2), "\x00\x00\x00\x01", encode(regionRow{ID: 1}))
-	buckets := []string{bucketCounters, bucketPools, bucketRegions, bucketOwners, bucketOperations, bucketSessions, bucketHolds, bucketNodes}
+	buckets := []string{bucketCounters, bucketPools, bucketRegions, bucketOwners, bucketOperations, bucketSessions, bucketHolds, bucketNodes, bucketFormat}
 	f.Fuzz(func(_ *testing.T, b uint8, key string, value []byte) {
 		l := NewLoader(testConfig())
 		if l.Row(buckets[int(b)%len(buckets)], key, value) == nil {
@@ -58,10 +58,10 @@ func FuzzLoadRow(f *testing.F) {
 // No handle but the ones that were given passes, whatever a peer sends.
 func FuzzResolve(f *testing.F) {
 	w := newWorld(f)
-	if _, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: base.OwnerID{1}}); err != nil {
+	if _, err := w.core.StartOwner(w.batch, 1, StartOwner{Owner: base.OwnerID{1}, Secret: secretOf(base.OwnerID{1})}); err != nil {
 		f.Fatal(err)
 	}
-	a, err := w.core.Allocate(w.batch, 1, Allocate{Owner: base.OwnerID{1}, Incarnation: 1, Operation: 1, PageCount: 1, PageBytes: 4096, PieceBytes: 256})
+	a, err := w.core.Allocate(w.batch, 1, Allocate{Claim: w.claim(base.OwnerID{1}, 1), Operation: 1, PageCount: 1, PageBytes: 4096, PieceBytes: 256})
 	if err != nil {
 		f.Fatal(err)
 	}

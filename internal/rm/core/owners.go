@@ -24,11 +24,13 @@ type StartOwner struct {
 	Directory [base.IDBytes]byte
 	Locked    bool      // the process holds the directory's exclusive lock
 	Process   ProcessID // of the caller, when the socket proves it
+	Secret    base.OwnerSecret
 }
 
 // Started is the answer.
 type Started struct {
 	Incarnation       base.Incarnation
+	Token             Token // in every call of this incarnation
 	PredecessorsEnded bool
 	Reason            string
 }
@@ -36,8 +38,9 @@ type Started struct {
 // StartOwner issues an incarnation, which fences all older ones of this owner,
 // and says which of their processes are proved ended: by the directory's lock
 // (same node and directory, and the older one held the lock), by another boot of
-// the same node, or because this resource manager watched the process end.
-// Errors: ErrInvalid, ErrLimit, ErrExhausted.
+// the same node, or because this resource manager watched the process end. The
+// first start of an id sets the secret that all later ones must show.
+// Errors: ErrInvalid, ErrUnproven, ErrLimit, ErrExhausted.
 func (c *Core) StartOwner(b *Batch, now int64, req StartOwner) (Started, error) {
 	if req.Owner == (base.OwnerID{}) {
 		return Started{}, fmt.Errorf("%w: owner_id is zero", base.ErrInvalid)
@@ -45,18 +48,22 @@ func (c *Core) StartOwner(b *Batch, now int64, req StartOwner) (Started, error) 
 	if len(req.Name) > maxNameBytes {
 		return Started{}, fmt.Errorf("%w: name has %d bytes, allowed: up to %d", base.ErrInvalid, len(req.Name), maxNameBytes)
 	}
+	o, known := c.owners[req.Owner]
+	if !known {
+		o = &owner{row: ownerRow{ID: req.Owner}}
+	}
+	digest, err := o.prove(req.Secret) // before anything is said of the owner
+	if err != nil {
+		return Started{}, err
+	}
 	if c.counters.NextOwner > base.MaxIncarnation {
 		return Started{}, fmt.Errorf("%w: all %d owner incarnations were given", base.ErrExhausted, base.MaxIncarnation)
 	}
 	if err := c.checkBoot(req.Node, req.Boot); err != nil {
 		return Started{}, err
 	}
-	o, known := c.owners[req.Owner]
-	if !known {
-		if len(c.owners) >= c.limits.MaxOwnerCount {
-			return Started{}, fmt.Errorf("%w: %d owners are known, the setting max_owner_count allows no more; end one with maru rm drop-owner", base.ErrLimit, len(c.owners))
-		}
-		o = &owner{row: ownerRow{ID: req.Owner}}
+	if !known && len(c.owners) >= c.limits.MaxOwnerCount {
+		return Started{}, fmt.Errorf("%w: %d owners are known, the setting max_owner_count allows no more; end one with maru rm drop-owner", base.ErrLimit, len(c.owners))
 	}
 	me := start{
 		Incarnation: c.counters.NextOwner, Node: req.Node, Boot: req.Boot,
@@ -86,7 +93,7 @@ func (c *Core) StartOwner(b *Batch, now int64, req StartOwner) (Started, error) 
 	}
 	c.owners[req.Owner] = o
 	c.counters.NextOwner++
-	o.row.Name, o.row.Current, o.row.Unproved, o.row.StartedMS = req.Name, me, unproved, now
+	o.row.Name, o.row.Current, o.row.Unproved, o.row.StartedMS, o.row.Digest = req.Name, me, unproved, now, digest
 	o.dropSpans(b)
 	c.putOwner(b, o)
 	c.putCounters(b)
@@ -94,7 +101,7 @@ func (c *Core) StartOwner(b *Batch, now int64, req StartOwner) (Started, error) 
 		b.touch(p)
 	}
 	b.event(Event{Kind: EventFenced, Owners: []base.OwnerID{req.Owner}, Incarnation: me.Incarnation})
-	return Started{Incarnation: me.Incarnation, PredecessorsEnded: len(unproved) == 0, Reason: unprovedReason(unproved)}, nil
+	return Started{Incarnation: me.Incarnation, Token: c.ownerToken(&o.row), PredecessorsEnded: len(unproved) == 0, Reason: unprovedReason(unproved)}, nil
 }
 
 // provedBy reports whether the start of a program proves that an older one of
@@ -124,7 +131,13 @@ func unprovedReason(unproved []start) string {
 		len(unproved), strings.Join(text, ", "))
 }
 
-func (c *Core) putOwner(b *Batch, o *owner) { b.put(bucketOwners, string(o.row.ID[:]), o.row) }
+func (c *Core) putOwner(b *Batch, o *owner) {
+	if len(o.row.Digest) > 0 && c.format < formatDigests {
+		c.format = formatDigests
+		b.put(bucketFormat, formatKey, formatRow{Version: c.format})
+	}
+	b.put(bucketOwners, string(o.row.ID[:]), o.row)
+}
 
 // DropOwner is the operator's word that an owner ended: its regions go back, held
 // ones when their holds end. Errors: ErrNotFound.

@@ -40,15 +40,14 @@ func (r *region) view() Region {
 
 // Allocate asks for a region.
 type Allocate struct {
-	Owner       base.OwnerID
-	Incarnation base.Incarnation
-	Operation   uint64
-	PageCount   uint64
-	PageBytes   uint64
-	PieceBytes  uint32
-	Namespace   base.NamespaceID
-	Writer      base.SessionID
-	Pool        base.PoolID // zero: any online pool with room
+	Claim
+	Operation  uint64
+	PageCount  uint64
+	PageBytes  uint64
+	PieceBytes uint32
+	Namespace  base.NamespaceID
+	Writer     base.SessionID
+	Pool       base.PoolID // zero: any online pool with room
 }
 
 // Allocated is the answer. When Prepare is set, the shell writes the region line
@@ -62,7 +61,7 @@ type Allocated struct {
 // Allocate gives a region to an owner's current incarnation. Repeating an
 // operation gives the same region; its table is written again only while nobody
 // ever held it, since from the first hold on it belongs to the mappers.
-// Errors: ErrInvalid, ErrFenced, ErrMismatch (the operation was asked with other
+// Errors: ErrInvalid, ErrFenced, ErrUnproven, ErrMismatch (the operation was asked with other
 // values), ErrStale (its region was freed), ErrLimit, ErrPermanent (larger than
 // every pool), ErrFull, ErrOffline, ErrNotFound (no such pool), ErrExhausted.
 func (c *Core) Allocate(b *Batch, now int64, req Allocate) (Allocated, error) {
@@ -72,7 +71,7 @@ func (c *Core) Allocate(b *Batch, now int64, req Allocate) (Allocated, error) {
 	if _, err := poolfmt.PlanRegion(req.PageBytes, req.PageCount, req.PieceBytes); err != nil {
 		return Allocated{}, err
 	}
-	o, err := c.current(req.Owner, req.Incarnation)
+	o, err := c.owned(req.Claim)
 	if err != nil {
 		return Allocated{}, err
 	}
@@ -234,9 +233,9 @@ func (c *Core) Prepared(id base.RegionID) {
 // Free gives a region back, by write capability or, with an empty token, by the
 // owner's word for its own region. A region that is gone already is success: ids
 // are never reused, so nothing else can be meant. It works on offline pools.
-// Errors: ErrFenced, ErrNotFound (an id that was never given), ErrDenied, ErrStale.
-func (c *Core) Free(b *Batch, id base.OwnerID, incarnation base.Incarnation, h Handle) (draining bool, err error) {
-	if _, err := c.current(id, incarnation); err != nil {
+// Errors: ErrFenced, ErrUnproven, ErrNotFound (an id that was never given), ErrDenied, ErrStale.
+func (c *Core) Free(b *Batch, who Claim, h Handle) (draining bool, err error) {
+	if _, err := c.owned(who); err != nil {
 		return false, err
 	}
 	r, ok := c.regions[h.Region]
@@ -246,7 +245,7 @@ func (c *Core) Free(b *Batch, id base.OwnerID, incarnation base.Incarnation, h H
 		}
 		return false, nil
 	}
-	if r.row.Owner != id {
+	if r.row.Owner != who.Owner {
 		return false, fmt.Errorf("%w: region %d belongs to owner %s", base.ErrDenied, h.Region, r.row.Owner)
 	}
 	switch {
@@ -366,17 +365,17 @@ func (c *Core) regionsInOrder() []*region {
 
 // Records finds a region whose records its owner may read or clear: its writer
 // is proved gone, holds it no more, or has left (writerLeft is the owner's word
-// for a session that closed with exports out). Errors: ErrFenced, ErrNotFound,
+// for a session that closed with exports out). Errors: ErrFenced, ErrUnproven, ErrNotFound,
 // ErrDenied, ErrBusy (the writer may still write), ErrOffline.
-func (c *Core) Records(id base.OwnerID, incarnation base.Incarnation, poolID base.PoolID, regionID base.RegionID, writerLeft bool) (Region, bool, error) {
-	if _, err := c.current(id, incarnation); err != nil {
+func (c *Core) Records(who Claim, poolID base.PoolID, regionID base.RegionID, writerLeft bool) (Region, bool, error) {
+	if _, err := c.owned(who); err != nil {
 		return Region{}, false, err
 	}
 	r, ok := c.regions[regionID]
 	if !ok || r.row.Pool != poolID {
 		return Region{}, false, fmt.Errorf("%w: region %d in pool %s", base.ErrNotFound, regionID, poolID)
 	}
-	if r.row.Owner != id {
+	if r.row.Owner != who.Owner {
 		return Region{}, false, fmt.Errorf("%w: region %d belongs to owner %s", base.ErrDenied, regionID, r.row.Owner)
 	}
 	if err := r.pool.usable(); err != nil {

@@ -20,7 +20,21 @@ const (
 	bucketSessions   = "sessions"
 	bucketHolds      = "holds"
 	bucketNodes      = "nodes"
+	bucketFormat     = "format"
 )
+
+// Versions of the rows (docs/rfcs/0007-resource-manager.md). A store without the
+// format row has the first one. Its bucket comes before that of the owners, and a
+// program which does not know it refuses it by name, as a newer version's.
+const (
+	formatFirst   uint32 = 1
+	formatDigests uint32 = 2 // owners' rows may hold a digest
+	formatKey            = "rows"
+)
+
+type formatRow struct {
+	Version uint32 `cbor:"1,keyasint"`
+}
 
 // ProcessID names one process for ever. The zero value is no process.
 type ProcessID struct {
@@ -126,6 +140,7 @@ type ownerRow struct {
 	Current   start        `cbor:"3,keyasint"`
 	Unproved  []start      `cbor:"4,keyasint"` // older starts not proved ended
 	StartedMS int64        `cbor:"5,keyasint"`
+	Digest    []byte       `cbor:"6,keyasint,omitempty"` // of its secret; none: started before format 2
 }
 
 // span is a run of closed operations; its first number is in the key.

@@ -33,6 +33,7 @@ const (
 type notes struct {
 	Owner       []byte
 	Incarnation uint32
+	OwnerToken  []byte
 	Regions     []note
 }
 
@@ -138,11 +139,12 @@ func TestRMFill(t *testing.T) {
 	}
 	owner := base.NewID()
 	n := notes{Owner: owner[:]}
-	started, err := c.StartOwner(deadline(t), &maruv1.StartOwnerRequest{OwnerId: n.Owner, Name: "vmlab"})
+	secret := base.NewOwnerSecret()
+	started, err := c.StartOwner(deadline(t), &maruv1.StartOwnerRequest{OwnerId: n.Owner, Name: "vmlab", OwnerSecret: secret.Bytes()})
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.Incarnation = started.GetIncarnation()
+	n.Incarnation, n.OwnerToken = started.GetIncarnation(), started.GetOwnerToken()
 	for op := uint64(1); op <= 8; op++ {
 		got := allocate(t, c, n, op)
 		n.Regions = append(n.Regions, got)
@@ -156,7 +158,7 @@ func TestRMFill(t *testing.T) {
 func TestRMKept(t *testing.T) {
 	c := resourceManager(t)
 	n := readNotes(t)
-	list, err := c.ListRegions(deadline(t), &maruv1.ListRegionsRequest{OwnerId: n.Owner, Incarnation: n.Incarnation})
+	list, err := c.ListRegions(deadline(t), &maruv1.ListRegionsRequest{OwnerId: n.Owner, Incarnation: n.Incarnation, OwnerToken: n.OwnerToken})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -186,7 +188,7 @@ func TestRMKept(t *testing.T) {
 func allocate(t *testing.T, c maruv1.ResourceManagerClient, n notes, operation uint64) note {
 	t.Helper()
 	r, err := c.Allocate(deadline(t), &maruv1.AllocateRequest{
-		OwnerId: n.Owner, Incarnation: n.Incarnation, Operation: operation,
+		OwnerId: n.Owner, Incarnation: n.Incarnation, OwnerToken: n.OwnerToken, Operation: operation,
 		PageCount: regionPageCount, PageSize: regionPageBytes, PieceSize: regionPageBytes,
 		NamespaceDigest: make([]byte, 32), WriterSession: n.Owner,
 	})
