@@ -157,9 +157,9 @@ func (m *manager) owners(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return m.table(r, "OWNER\tNAME\tINCARNATION\tNODE\tREGIONS\tBYTES\tSTARTED", func(w *tabwriter.Writer) {
+	return m.table(r, "OWNER\tNAME\tINCARNATION\tPROVED\tNODE\tREGIONS\tBYTES\tSTARTED", func(w *tabwriter.Writer) {
 		for _, o := range r.GetOwners() {
-			_, _ = fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%d\t%s\t%s\n", idText(o.GetOwnerId()), o.GetName(), o.GetIncarnation(), idText(o.GetNodeId()),
+			_, _ = fmt.Fprintf(w, "%s\t%s\t%d\t%t\t%s\t%d\t%s\t%s\n", idText(o.GetOwnerId()), o.GetName(), o.GetIncarnation(), o.GetProved(), idText(o.GetNodeId()),
 				o.GetRegionCount(), settings.FormatSize(o.GetAllocatedBytes()), since(o.GetStartedUnixMs()))
 		}
 	})
