@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -480,10 +481,19 @@ func TestParsePools(t *testing.T) {
 	if err != nil || len(got) != 2 || got[0].SizeBytes != 8<<20 || got[0].Name != "x" || got[1].Coherence != base.CoherenceSoftware {
 		t.Fatalf("%+v, %v", got, err)
 	}
-	for _, bad := range []string{"", "x", "nvme:/a", "file:rel", "file:/a,size=", "file:/a,size=3M", "file:/a,size=-1", "file:/a,what=1", "file:/a,coherence=none", "devdax:/dev/dax0.0,size=8M", "file:/a,name=a b", "file:/a,size=8M,size=8M"} {
+	for _, bad := range []string{"", "x", "nvme:/a", "file:rel", "file:/a,size=", "file:/a,size=0", "file:/a,size=3M", "file:/a,size=-1", "file:/a,what=1", "file:/a,coherence=none", "devdax:/dev/dax0.0,size=8M", "file:/a,name=a b", "file:/a,size=8M,size=8M"} {
 		if _, err := ParsePool(bad); !errors.Is(err, base.ErrInvalid) {
 			t.Errorf("%q: %v", bad, err)
 		}
+	}
+}
+
+func TestRelativeStateDir(t *testing.T) {
+	s := DefaultSettings()
+	s.StateDir = "state"
+	c, err := s.Config(io.Discard, "")
+	if err != nil || !filepath.IsAbs(c.StateDir) || filepath.Base(c.StateDir) != "state" {
+		t.Fatalf("%q, %v", c.StateDir, err)
 	}
 }
 

@@ -198,7 +198,9 @@ func ParsePool(s string) (PoolSpec, error) {
 		var err error
 		switch key {
 		case "size":
-			p.SizeBytes, err = settings.ParseSize(value)
+			if p.SizeBytes, err = settings.ParseSize(value); err == nil && p.SizeBytes == 0 {
+				err = fmt.Errorf("%w: size %q, allowed: multiples of %d from %d", base.ErrInvalid, value, poolfmt.Alignment, poolfmt.DataOffset+poolfmt.Alignment)
+			}
 		case "name":
 			p.Name = value
 		case "coherence":

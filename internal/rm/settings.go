@@ -3,6 +3,7 @@ package rm
 import (
 	"errors"
 	"io"
+	"path/filepath"
 
 	"github.com/xcena-dev/maru/internal/obs"
 	"github.com/xcena-dev/maru/internal/rm/core"
@@ -45,9 +46,14 @@ func DefaultSettings() Settings {
 // Errors: ErrInvalid, every problem at once.
 func (s Settings) Config(w io.Writer, version string) (Config, error) {
 	pools, poolErr := ParsePools(s.Pools)
+	// A relative directory is meant from where the command was given.
+	stateDir, dirErr := s.StateDir, error(nil)
+	if stateDir != "" {
+		stateDir, dirErr = filepath.Abs(stateDir)
+	}
 	log, logErr := obs.NewLogger(w, obs.LogOptions{Format: s.LogFormat, Level: s.LogLevel})
 	c := Config{
-		Host: s.Host, Port: s.Port, Insecure: s.Insecure, UnixPath: s.UnixSocket, HTTPPort: s.HTTPPort, StateDir: s.StateDir,
+		Host: s.Host, Port: s.Port, Insecure: s.Insecure, UnixPath: s.UnixSocket, HTTPPort: s.HTTPPort, StateDir: stateDir,
 		Pools: pools, Overcommit: s.Overcommit, Logger: log, Version: version, MaxWatchStreamCount: s.MaxStreams,
 		Limits: core.Limits{
 			MaxOwnerCount: s.MaxOwners, MaxRegionCount: s.MaxRegions, MaxSessionCount: s.MaxSessions,
@@ -57,5 +63,5 @@ func (s Settings) Config(w io.Writer, version string) (Config, error) {
 	if poolErr != nil { // said already; Validate would say it again
 		c.Pools = nil
 	}
-	return c, errors.Join(poolErr, logErr, c.Validate())
+	return c, errors.Join(poolErr, logErr, dirErr, c.Validate())
 }

@@ -142,7 +142,7 @@ func openError(path string, err error) error {
 	case base.CodeOf(err) != base.CodeInternal:
 		return err
 	case errors.Is(err, fs.ErrNotExist):
-		return fmt.Errorf("%w: device %s: %w; name another one, or make it first", base.ErrNotFound, path, err)
+		return fmt.Errorf("%w: device %s: %w; name another one, or for a file give the size that it is made with", base.ErrNotFound, path, err)
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EROFS):
 		return fmt.Errorf("%w: device %s: %w; give this user access to it", base.ErrDenied, path, err)
 	case errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENODEV):
