@@ -3,8 +3,8 @@ package rm
 import (
 	"errors"
 	"fmt"
-	"net"
 	"io"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
