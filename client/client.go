@@ -300,7 +300,7 @@ func (c *Client) leaveMemory() bool {
 	list := c.mu.unholds
 	c.mu.unholds = nil
 	c.mu.Unlock()
-	if err := c.manager.unhold(ctx, list); err != nil {
+	if list, err := c.manager.unhold(ctx, list); err != nil {
 		c.log.Warn("the resource manager did not take the holds back; they end with this process", "regions", len(list), "error", err)
 	}
 	return true

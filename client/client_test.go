@@ -272,16 +272,23 @@ func TestLostHold(t *testing.T) {
 	cfg.AutoExpand = Off
 	reader := open(t, cfg)
 	eventually(t, "the reader's region", func() bool { return f.holdCount() == 2 })
-	f.loseHolds.Store(1)
+	// One loss is made good by the same call again; two are not.
+	f.loseHolds.Store(2)
 	want(t, "load without a hold", loadOne(t, reader, 1, make([]byte, 1000)), base.CodeMiss)
 	eventually(t, "the end of the reader's hold", func() bool { return f.holdCount() == 2 })
 	want(t, "load", loadOne(t, reader, 1, make([]byte, 1000)), base.CodeOK)
 	if f.holdCount() != 3 {
 		t.Fatalf("%d holds", f.holdCount())
 	}
+	proofs := f.callCount("prove")
+	eventually(t, "the domains proved again: the region was only lost for a while", func() bool { return f.callCount("prove") > proofs })
+	second := open(t, cfg)
+	eventually(t, "its region", func() bool { return f.holdCount() == 4 })
+	f.loseHolds.Store(1)
+	want(t, "load with a hold whose first answer was lost", loadOne(t, second, 1, make([]byte, 1000)), base.CodeOK)
 	third := cxlConfig(f)
 	third.EagerMap = On
-	f.loseHolds.Store(4) // its own; then those of all others in one list, and two of them alone
+	f.loseHolds.Store(8) // twice each: its own; then those of all others in one list, and two of them alone
 	last := open(t, third)
 	eventually(t, "the losses", func() bool { return f.loseHolds.Load() < 0 })
 	eventually(t, "the end of the lost holds", func() bool {

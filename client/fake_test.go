@@ -48,6 +48,8 @@ type fake struct {
 	// loseHolds: the answers of that many Hold calls are lost. refuseHolds: all are refused.
 	loseHolds   atomic.Int32
 	refuseHolds atomic.Bool
+	// unholdCount is the most regions of an Unhold; 0: any.
+	unholdCount atomic.Int32
 	// coherence of the pool.
 	coherence maruv1.Coherence
 
@@ -424,6 +426,7 @@ func (f *fake) DescribeRegions(ctx context.Context, r *maruv1.DescribeRegionsReq
 }
 
 func (f *fake) ProveDomains(ctx context.Context, _ *maruv1.ProveDomainsRequest) (*maruv1.ProveDomainsResponse, error) {
+	f.called("prove")
 	s, err := f.session(ctx)
 	if err != nil {
 		return nil, err
@@ -562,6 +565,9 @@ func (f *fake) Hold(_ context.Context, r *maruv1.HoldRequest) (*maruv1.HoldRespo
 func (f *fake) Unhold(_ context.Context, r *maruv1.UnholdRequest) (*maruv1.UnholdResponse, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if most := int(f.unholdCount.Load()); most > 0 && len(r.GetHandles()) > most {
+		return nil, fmt.Errorf("%w: %d handles", base.ErrLimit, len(r.GetHandles()))
+	}
 	seen := map[uint32]bool{}
 	for _, h := range r.GetHandles() {
 		if seen[h.GetRegionId()] {

@@ -47,3 +47,27 @@ func TestFirstOpenIsDenied(t *testing.T) {
 		t.Fatalf("%d sessions were opened", n)
 	}
 }
+
+// A list of holds longer than the resource manager takes in one call is split.
+func TestUnholdInParts(t *testing.T) {
+	f := startFake(t)
+	for range 5 {
+		open(t, cxlConfig(f))
+	}
+	cfg := cxlConfig(f)
+	cfg.EagerMap = On
+	c, err := Open(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := f.holdCount(); n != 5+6 {
+		t.Fatalf("%d holds", n)
+	}
+	f.unholdCount.Store(2)
+	if err := c.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := f.holdCount(); n != 5 {
+		t.Fatalf("%d holds after the close", n)
+	}
+}

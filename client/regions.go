@@ -162,10 +162,10 @@ func (c *Client) ensureMapped(ctx context.Context, l *link, ids []base.RegionID)
 			req.RegionIds = append(req.RegionIds, uint32(id))
 		}
 	}
-	if len(req.RegionIds) == 0 {
-		return
+	for ids := range slices.Chunk(req.GetRegionIds(), listCount) {
+		req.RegionIds = ids
+		c.describeAndMap(ctx, l, req)
 	}
-	c.describeAndMap(ctx, l, req)
 }
 
 // describeAndMap is called under mapMu.
@@ -191,6 +191,13 @@ func (c *Client) describeAndMap(ctx context.Context, l *link, req *maruv1.Descri
 	if len(found) == 0 {
 		return
 	}
+	for some := range slices.Chunk(found, listCount) {
+		c.holdAndMap(ctx, l, some)
+	}
+}
+
+// holdAndMap is called under mapMu.
+func (c *Client) holdAndMap(ctx context.Context, l *link, found []*maruv1.SharedRegion) {
 	accesses, err := c.manager.hold(ctx, l, handlesOf(found))
 	if err != nil && len(found) > 1 {
 		// All or nothing: one that drains must not hide the others.
@@ -252,6 +259,13 @@ func (c *Client) unreachable(ctx context.Context, l *link, poolNumber uint32, id
 	}); err != nil {
 		c.failed(l, err)
 	}
+	if away(why) || rpc.OutcomeUnknown(why) {
+		// Not for good: with the domains proved again the server counts hits there again.
+		c.mu.Lock()
+		c.mu.unproved, c.mu.unprepared = true, true
+		c.mu.prepareNot = time.Now().Add(c.heartbeatEvery(l))
+		c.mu.Unlock()
+	}
 }
 
 // dropGone unmaps what the core gave up, then gives the holds back. It has mapMu, so
@@ -282,7 +296,7 @@ func (c *Client) dropGone(ctx context.Context) {
 	if len(list) == 0 {
 		return
 	}
-	err := c.manager.unhold(ctx, list)
+	list, err := c.manager.unhold(ctx, list)
 	switch {
 	case err == nil:
 	case rpc.OutcomeUnknown(err) || away(err) || errors.Is(err, base.ErrDenied) && !c.manager.hasToken():

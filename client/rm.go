@@ -109,23 +109,35 @@ func (m *manager) next() uint64 {
 	return m.mu.sequence
 }
 
-// hold takes holds on regions, all or none. Without an answer they may be on record: they
-// are queued to be given back, with a later sequence. The caller has mapMu, so that this
-// is not done before it has mapped what it held again.
+// hold takes holds on regions, all or none. Without an answer the same call is made once
+// more, since repeating a recorded sequence succeeds. Without an answer to that either,
+// the holds may be on record: they are queued to be given back, with a later sequence. The
+// caller has mapMu, so that this is not done before it has mapped what it held again.
 func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHandle) ([]*maruv1.RegionAccess, error) {
 	api, err := m.use(ctx, l)
 	if err != nil {
 		return nil, err
 	}
 	c := m.client
-	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
-	defer cancel()
-	resp, err := api.Hold(ctx, &maruv1.HoldRequest{
+	req := &maruv1.HoldRequest{
 		SessionId: c.sessionID(), ServerId: l.resp.GetServerId(), OwnerIncarnation: l.owner.Load(),
 		Views: c.cfg.Views == On, Sequence: m.next(), Handles: handles, NodeId: c.node.Node[:], BootId: c.node.Boot[:],
-	})
+	}
+	var resp *maruv1.HoldResponse
+	lost := false
+	for range 2 {
+		cctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
+		resp, err = api.Hold(cctx, req)
+		cancel()
+		if !rpc.OutcomeUnknown(err) {
+			break
+		}
+		if lost = true; ctx.Err() != nil {
+			break
+		}
+	}
 	if err != nil {
-		if rpc.OutcomeUnknown(err) {
+		if lost {
 			c.queueUnholds(handles)
 		}
 		return nil, fmt.Errorf("holding %d regions: %w", len(handles), err)
@@ -153,20 +165,37 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 	return resp.GetRegions(), nil
 }
 
-// unhold gives holds back after the mappings are gone.
-func (m *manager) unhold(ctx context.Context, handles []*maruv1.RegionHandle) error {
+// listCount is the most regions that one call names. A resource manager may allow fewer
+// (its setting max_list_count): a list that it refuses is halved.
+const listCount = 1024
+
+// unhold gives holds back after the mappings are gone. With an error, rest is what it may
+// still have.
+func (m *manager) unhold(ctx context.Context, handles []*maruv1.RegionHandle) (rest []*maruv1.RegionHandle, err error) {
 	m.mu.Lock()
 	api, token := m.mu.api, m.mu.token
 	m.mu.Unlock()
-	if api == nil || len(handles) == 0 {
-		return nil
+	if api == nil {
+		return nil, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, m.client.cfg.RPCTimeout)
-	defer cancel()
-	_, err := api.Unhold(ctx, &maruv1.UnholdRequest{
-		SessionId: m.client.sessionID(), Sequence: m.next(), Handles: handles, HoldToken: token,
-	})
-	return err
+	most := listCount
+	for len(handles) > 0 {
+		n := min(len(handles), most)
+		cctx, cancel := context.WithTimeout(ctx, m.client.cfg.RPCTimeout)
+		_, err := api.Unhold(cctx, &maruv1.UnholdRequest{
+			SessionId: m.client.sessionID(), Sequence: m.next(), Handles: handles[:n], HoldToken: token,
+		})
+		cancel()
+		switch {
+		case errors.Is(err, base.ErrLimit) && n > 1:
+			most = n / 2
+		case err != nil:
+			return handles, err
+		default:
+			handles = handles[n:]
+		}
+	}
+	return nil, nil
 }
 
 // hasToken reports whether the RM has given the session's hold token: it is needed where
@@ -192,7 +221,7 @@ func (c *Client) queueUnholds(handles []*maruv1.RegionHandle) {
 // unholdOne gives the hold of a region back that could not be mapped.
 func (c *Client) unholdOne(ctx context.Context, h *maruv1.RegionHandle) {
 	list := []*maruv1.RegionHandle{h}
-	if err := c.manager.unhold(ctx, list); err != nil {
+	if _, err := c.manager.unhold(ctx, list); err != nil {
 		c.queueUnholds(list)
 	}
 }

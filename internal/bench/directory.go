@@ -72,7 +72,7 @@ func newLoneDirectory(ctx context.Context, count, batch int) (_ *loneDirectory, 
 	id := base.NewID()
 	res, err := l.dir.Open(loneNow, &directory.OpenRequest{
 		Session: id, Secret: directory.Secret{1}, Role: base.RoleWorker, Namespace: base.NamespaceID{1}, Opaque: true, PieceBytes: 64 << 10,
-		Node: base.NodeID{1}, Boot: base.BootID{1}, CPUBytes: uint64(count) * rawPageBytes, //nolint:gosec // positive
+		Node: base.NodeID{1}, CPUBytes: uint64(count) * rawPageBytes, //nolint:gosec // positive
 		WriteOrder: []base.Medium{base.MediumCPU}, ReadOrder: []base.Medium{base.MediumCPU},
 	})
 	if err != nil {

@@ -55,7 +55,7 @@ func sid(n byte) base.SessionID { return base.SessionID{n, 0xee} }
 func openReq(n byte) *OpenRequest {
 	return &OpenRequest{
 		Session: sid(n), Secret: Secret{n, 1}, Role: base.RoleWorker, Namespace: nsA, Opaque: true, PieceBytes: testPiece,
-		Node: nodeA, Boot: base.BootID{1}, Views: true,
+		Node: nodeA, Views: true,
 	}
 }
 

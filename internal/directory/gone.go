@@ -74,20 +74,6 @@ func (d *Directory) SessionGone(now time.Duration, id base.SessionID, proof Gone
 	return true
 }
 
-// NodeBooted says that a node (the same machine) runs under this boot id: the
-// processes of its sessions of other boots are gone. It returns how many.
-func (d *Directory) NodeBooted(now time.Duration, node base.NodeID, boot base.BootID) int {
-	d.expireDue(now)
-	n := 0
-	for _, s := range slices.Clone(d.sessionList) {
-		if s.node == node && s.boot != boot && s.state != StateKept && s.state != StateAwaited {
-			d.gone(now, s, "its node has booted again")
-			n++
-		}
-	}
-	return n
-}
-
 func (d *Directory) gone(now time.Duration, s *session, reason string) {
 	wasHidden := s.state == StateSuspect
 	if s.state == StateLive {

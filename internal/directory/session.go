@@ -25,8 +25,6 @@ type session struct {
 	rank     uint32
 	world    uint32
 	ns       *namespace
-	node     base.NodeID
-	boot     base.BootID
 	provable bool
 	views    bool
 
@@ -172,7 +170,7 @@ func (d *Directory) Open(now time.Duration, req *OpenRequest) (OpenResult, error
 	s.epoch, s.secret, s.shown, s.state = last+1, req.Secret, false, StateLive
 	s.deadline = now + d.cfg.TTL
 	s.role, s.engine, s.instance, s.rank, s.world = req.Role, req.EngineID, req.InstanceID, req.Rank, max(req.WorldSize, 1)
-	s.node, s.boot, s.provable, s.views = req.Node, req.Boot, req.Provable, req.Views
+	s.provable, s.views = req.Provable, req.Views
 	s.valueBytes, s.pieceBytes = req.ValueBytes, req.PieceBytes
 	s.writeOrder, s.readOrder = writeOrder, readOrder
 	s.lostPools, s.unreachable, s.uses, s.beat = 0, nil, nil, 0

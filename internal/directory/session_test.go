@@ -273,9 +273,10 @@ func TestCPUBudget(t *testing.T) {
 	if free := r.d.BudgetFreeBytes(nodeA); free != 0 {
 		t.Fatalf("%d free", free)
 	}
-	// A reboot of the node proves that its processes are gone.
-	if n := r.d.NodeBooted(r.now, nodeA, base.BootID{2}); n != 4 {
-		t.Fatalf("%d sessions were gone with the reboot", n)
+	for _, n := range []byte{1, 3, 4, 5} {
+		if !r.d.SessionGone(r.now, sid(n), GoneReboot) {
+			t.Fatalf("session %d is not known", n)
+		}
 	}
 	if free := r.d.BudgetFreeBytes(nodeA); free != 4<<20 {
 		t.Fatalf("%d free", free)

@@ -82,7 +82,6 @@ type OpenRequest struct {
 	ValueBytes          uint64 // 0 for opaque values and schedulers
 	PieceBytes          uint32
 	Node                base.NodeID
-	Boot                base.BootID
 	CPUBytes            uint64 // private cpu pool wanted; 0: none
 	CXLBytes            uint64 // bound of cxl extents, tables included; 0: the server's
 	WriteOrder          []base.Medium

@@ -157,8 +157,7 @@ func openRequest(m *maruv1.OpenRequest) (*directory.OpenRequest, error) {
 	if err != nil {
 		return nil, err
 	}
-	bootID, err := base.IDFromBytes("boot_id", m.GetBootId())
-	if err != nil {
+	if _, err := base.IDFromBytes("boot_id", m.GetBootId()); err != nil {
 		return nil, err
 	}
 	var previous directory.Secret
@@ -178,7 +177,7 @@ func openRequest(m *maruv1.OpenRequest) (*directory.OpenRequest, error) {
 		Session: id, PreviousSecret: previous, Role: base.Role(m.GetRole()), //nolint:gosec // checked by the directory
 		EngineID: m.GetEngineId(), Rank: m.GetRank(), WorldSize: m.GetWorldSize(),
 		Namespace: base.NamespaceOf(m.GetNamespaceCbor()), Opaque: m.GetOpaque(), ValueBytes: m.GetValueBytes(), PieceBytes: m.GetPieceSize(),
-		Node: nodeID, Boot: bootID, CPUBytes: m.GetCpuBytes(), CXLBytes: m.GetCxlBytes(),
+		Node: nodeID, CPUBytes: m.GetCpuBytes(), CXLBytes: m.GetCxlBytes(),
 		WriteOrder: mediaOf(m.GetWriteOrder()), ReadOrder: mediaOf(m.GetReadOrder()), InstanceID: m.GetInstanceId(),
 		PreviousServerEpoch: base.ServerEpoch(m.GetPreviousServerEpoch()), PreviousEpoch: base.Epoch(m.GetPreviousEpoch()), Views: m.GetViews(),
 	}, nil

@@ -138,7 +138,7 @@ func (c *clientActor) open() {
 	w, server := c.w, c.w.server
 	req := &directory.OpenRequest{
 		Session: c.id, Role: c.role, Namespace: w.namespace(), Opaque: true, PieceBytes: pieceBytes, EngineID: engineID,
-		Rank: c.rank, WorldSize: workerCount, Node: w.manager.cfg.Node, Boot: w.manager.cfg.Boot, Views: true,
+		Rank: c.rank, WorldSize: workerCount, Node: w.manager.cfg.Node, Views: true,
 	}
 	if c.private {
 		req.CPUBytes = privateBytes
