@@ -159,6 +159,9 @@ def environment(cache_gib: int = 1) -> dict[str, str]:
         "VLLM_CPU_CI_ENV": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
+        # Eager all through: the one function that the engine would still compile,
+        # which ranks logprobs, costs a run of the C++ compiler.
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 

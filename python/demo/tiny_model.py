@@ -6,7 +6,9 @@ dummy weights of vLLM are too small for that.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 NAME = "tiny-llama-4x256-seed0"
@@ -15,13 +17,12 @@ MAX_TOKENS = 4096
 
 
 def write(directory: Path) -> None:
-    """Writes the checkpoint into directory, once; a half-written one is written again."""
+    """Writes the checkpoint into directory, once. Several may at the same time: it comes into place whole."""
+    if (directory / "complete").exists():
+        return
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    done = directory / "complete"
-    if done.exists():
-        return
     config = LlamaConfig(
         hidden_size=256,
         intermediate_size=512,
@@ -46,9 +47,22 @@ def write(directory: Path) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory, safe_serialization=True)
-    done.touch()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f"{directory.name}-part-", dir=directory.parent))
+    try:
+        model.save_pretrained(part, safe_serialization=True)
+        (part / "complete").touch()
+        part.chmod(0o755)
+        try:
+            part.rename(directory)
+        except OSError:
+            # Somebody was faster, and has written the same; or a directory is left
+            # that was never whole.
+            if not (directory / "complete").exists():
+                shutil.rmtree(directory)
+                part.rename(directory)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 if __name__ == "__main__":
