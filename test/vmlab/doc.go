@@ -14,7 +14,9 @@
 // kernel take it as a device-DAX at boot, so the guest needs no tools to set it
 // up. The file outlives the machine: Crash and Start on it are the loss and the
 // return of a host. Programs come from the host: a folder of it is mounted at
-// /host, and static Go programs (Program) run from there.
+// /host, and static Go programs (Program) are copied from there into the memory of
+// the machine. A job is a file in that folder and a line on the second serial port,
+// so that an idle machine costs the host nothing.
 //
 // BootPair gives two machines on one pool with a network between them: two hosts
 // that share CXL memory. With SoftRoCE the network has RDMA verbs.

@@ -4,13 +4,16 @@ package vmlab
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -44,6 +47,9 @@ type VM struct {
 
 	boots    int
 	launched time.Time
+	programs []string // what install has put into /tmp, for the next boot too
+
+	bell *os.File // the machine's second serial line; a line on it says "look"
 
 	process *os.Process
 	ended   chan struct{} // closed when process is gone
@@ -171,6 +177,7 @@ func (v *VM) launch() {
 		"-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check" +
 			" vmlab.name=" + v.name + " vmlab.address=" + v.link.address + " vmlab.link=" + string(v.link.kind),
 		"-serial", "file:" + filepath.Join(v.dir, "console"),
+		"-chardev", "stdio,id=bell,signal=off", "-serial", "chardev:bell",
 		"-object", fmt.Sprintf("memory-backend-file,id=pool,share=on,mem-path=%s,size=%d", v.pool, DefaultPoolBytes),
 		"-device", "nvdimm,id=nv0,memdev=pool",
 		"-fsdev", "local,id=host,path=" + v.share + ",security_model=none,multidevs=remap",
@@ -185,10 +192,17 @@ func (v *VM) launch() {
 			"-netdev", "dgram,id=n0,local.type=unix,local.path="+v.link.local+",remote.type=unix,remote.path="+v.link.remote,
 			"-device", "virtio-net-pci,netdev=n0,romfile=,mac="+v.link.mac)
 	}
-	v.process, v.ended, err = spawn(log, "qemu-system-x86_64", args...)
+	hear, ring, err := os.Pipe()
 	if err != nil {
+		v.t.Fatalf("vmlab: %v", err)
+	}
+	defer hear.Close()
+	v.process, v.ended, err = spawn(hear, log, "qemu-system-x86_64", args...)
+	if err != nil {
+		ring.Close()
 		v.t.Fatalf("vmlab: start QEMU: %v", err)
 	}
+	v.bell = ring
 }
 
 // awaitReady returns when the agent of the machine looks for jobs.
@@ -197,6 +211,9 @@ func (v *VM) awaitReady() {
 	for {
 		if _, err := os.Stat(filepath.Join(v.agentDir(), "ready")); err == nil {
 			v.t.Logf("vmlab: boot %d of machine %s took %d ms", v.boots, v.name, time.Since(v.launched).Milliseconds())
+			for _, name := range v.programs {
+				v.fetch(name)
+			}
 			return
 		}
 		select {
@@ -215,9 +232,9 @@ func (v *VM) agentDir() string { return filepath.Join(v.share, "jobs") }
 
 // spawn starts a program that dies with this test process, however that ends. The
 // kernel ties this to the thread that forked, so one thread stays for it.
-func spawn(log *os.File, name string, args ...string) (*os.Process, chan struct{}, error) {
+func spawn(in, log *os.File, name string, args ...string) (*os.Process, chan struct{}, error) {
 	cmd := exec.Command(name, args...)
-	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = in, log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
@@ -255,7 +272,22 @@ func (v *VM) kill() {
 	// It may have ended by itself.
 	_ = v.process.Kill()
 	<-v.ended
+	v.gone()
+}
+
+// gone notes that the process has ended.
+func (v *VM) gone() {
 	v.process = nil
+	v.bell.Close()
+}
+
+// ring makes the agent look for files.
+func (v *VM) ring() {
+	v.t.Helper()
+	// A machine that has ended hears nothing, which whoever waits for it finds.
+	if _, err := v.bell.WriteString("look\n"); err != nil && !errors.Is(err, syscall.EPIPE) {
+		v.t.Fatalf("vmlab: %v", err)
+	}
 }
 
 // PowerOff ends the machine in order.
@@ -267,9 +299,10 @@ func (v *VM) PowerOff() {
 	if err := os.WriteFile(filepath.Join(v.agentDir(), "poweroff"), nil, 0o644); err != nil {
 		v.t.Fatalf("vmlab: %v", err)
 	}
+	v.ring()
 	select {
 	case <-v.ended:
-		v.process = nil
+		v.gone()
 	case <-time.After(RunTimeout):
 		v.t.Fatal("vmlab: the machine does not power off")
 	}
@@ -309,6 +342,7 @@ func (v *VM) Go(command string) *Job {
 	if err := writeWhole(j.base+".cmd", []byte(command+"\n")); err != nil {
 		v.t.Fatalf("vmlab: %v", err)
 	}
+	v.ring()
 	return j
 }
 
@@ -359,23 +393,10 @@ func (j *Job) Wait(limit time.Duration) Result {
 }
 
 // Program builds the Go package pkg ("./cmd/maru") as a static program and returns
-// its path in the machine. The binary stays for every later boot.
+// its path in the machine, where it is after every later boot too.
 func (v *VM) Program(pkg string) string {
 	v.t.Helper()
-	name := filepath.Base(pkg)
-	v.build(name, "build", "-trimpath", "-o", filepath.Join(v.share, name), pkg)
-	return "/host/" + name
-}
-
-// build runs the go command for something static.
-func (v *VM) build(what string, args ...string) {
-	v.t.Helper()
-	cmd := exec.Command("go", args...)
-	cmd.Dir = treeRoot(v.t)
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		v.t.Fatalf("vmlab: build %s: %v\n%s", what, err, out)
-	}
+	return v.install(filepath.Base(pkg), "build", "-trimpath", "-ldflags=-s -w", pkg)
 }
 
 // GoTest builds the tests of the Go package pkg with the build tag vmguest, as a
@@ -383,12 +404,8 @@ func (v *VM) build(what string, args ...string) {
 // the source. A failure ends the test.
 func (v *VM) GoTest(pkg, run string) {
 	v.t.Helper()
-	name := filepath.Base(pkg) + ".test"
-	// Once a test: the binary stays in the shared folder.
-	if _, err := os.Stat(filepath.Join(v.share, name)); err != nil {
-		v.build(name, "test", "-c", "-tags", "vmguest,invariants", "-o", filepath.Join(v.share, name), pkg)
-	}
-	r := v.Try("/host/" + name + " -test.v -test.run '" + run + "'")
+	program := v.install(filepath.Base(pkg)+".test", "test", "-c", "-vet=off", "-trimpath", "-ldflags=-s -w", "-tags", "vmguest,invariants", pkg)
+	r := v.Try(program + " -test.v -test.run '" + run + "'")
 	v.t.Logf("vmlab: %s in machine %s:\n%s", pkg, v.name, r.Stdout)
 	if r.Status != 0 {
 		v.t.Fatalf("vmlab: %s %s in machine %s: status %d\n%s", pkg, run, v.name, r.Status, r.Stderr)
@@ -397,6 +414,54 @@ func (v *VM) GoTest(pkg, run string) {
 	if !strings.Contains(r.Stdout, "--- PASS") {
 		v.t.Fatalf("vmlab: no test of %s matches %s", pkg, run)
 	}
+}
+
+// install brings a program that the go command builds into the machine, once.
+func (v *VM) install(name string, build ...string) string {
+	v.t.Helper()
+	if !slices.Contains(v.programs, name) {
+		if err := os.Link(built(v.t, name, build...), filepath.Join(v.share, name)); err != nil {
+			v.t.Fatalf("vmlab: %v", err)
+		}
+		v.programs = append(v.programs, name)
+		v.fetch(name)
+	}
+	return "/tmp/" + name
+}
+
+// fetch copies a program into the memory of the machine. Run from /host, each page
+// of it would be a request to the host every time that it is looked at: a start
+// takes ten times as long.
+func (v *VM) fetch(name string) {
+	v.t.Helper()
+	v.Run("dd if=/host/" + name + " of=/tmp/" + name + " bs=256k && chmod +x /tmp/" + name)
+}
+
+// programs are what built has made, by name: one link for all machines.
+var programs struct {
+	sync.Mutex
+	dir  string // made by TestMain
+	made map[string]bool
+}
+
+// built returns a static program that the go command makes.
+func built(t testing.TB, name string, args ...string) string {
+	t.Helper()
+	programs.Lock()
+	defer programs.Unlock()
+	path := filepath.Join(programs.dir, name)
+	if programs.made[name] {
+		return path
+	}
+	pkg := len(args) - 1
+	cmd := exec.Command("go", slices.Concat(args[:pkg], []string{"-o", path}, args[pkg:])...)
+	cmd.Dir = treeRoot(t)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("vmlab: build %s: %v\n%s", name, err, out)
+	}
+	programs.made[name] = true
+	return path
 }
 
 // Share is the folder of the host that the machine sees at /host.

@@ -3,6 +3,7 @@
 package vmlab
 
 import (
+	"fmt"
 	"os"
 	"strings"
 	"testing"
@@ -10,8 +11,21 @@ import (
 
 const deviceDAX = "/dev/dax0.0"
 
+func TestMain(m *testing.M) {
+	dir, err := os.MkdirTemp("", "vmlab-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	programs.dir, programs.made = dir, map[string]bool{}
+	code := m.Run()
+	os.RemoveAll(dir)
+	os.Exit(code)
+}
+
 // TestDeviceDAX: the lab shows a real device-DAX, and what a static Go program
-// stored in it is there after the machine was lost and came back.
+// stored in it is there after the machine was lost and came back. One machine for
+// all that needs one: a boot costs more than what is asked of it.
 func TestDeviceDAX(t *testing.T) {
 	vm := Boot(t)
 	sysfs := "/sys/bus/dax/devices/dax0.0"
@@ -28,6 +42,8 @@ func TestDeviceDAX(t *testing.T) {
 	}
 
 	probe := vm.Program("./test/vmlab/daxprobe")
+	deviceRefuses(vm, probe)
+
 	const where = " " + deviceDAX + " 0x400000 0x200000 "
 	bootID := vm.Run("cat /proc/sys/kernel/random/boot_id")
 	if r := vm.Try(probe + " check" + where + "7"); r.Status == 0 {
@@ -47,14 +63,19 @@ func TestDeviceDAX(t *testing.T) {
 	if r := vm.Try(probe + " check" + where + "8"); r.Status == 0 {
 		t.Errorf("another pattern is found too: the check finds anything: %s", r.Stdout)
 	}
+
+	vm.Run(probe + " write " + deviceDAX + " 0 0x200000 3")
+	// What test/vmlab/inside asks of internal/media on a real device. Its last test
+	// takes the driver away and gives it back.
+	vm.GoTest(inside, "^TestDAX")
 	vm.PowerOff()
+	poolBegins(vm)
 }
 
-// TestDeviceDAXRefusals: the system calls that a device-DAX refuses, which is why
-// a pool on one is only ever reached through mappings.
-func TestDeviceDAXRefusals(t *testing.T) {
-	vm := Boot(t)
-	probe := vm.Program("./test/vmlab/daxprobe")
+// deviceRefuses: the system calls that a device-DAX refuses, which is why a pool on
+// one is only ever reached through mappings.
+func deviceRefuses(vm *VM, probe string) {
+	vm.t.Helper()
 	for _, c := range []struct{ what, command, want string }{
 		{"an unaligned offset", probe + " check " + deviceDAX + " 4096 0x200000 1", "invalid argument"},
 		{"an unaligned length", probe + " check " + deviceDAX + " 0 4096 1", "invalid argument"},
@@ -62,31 +83,26 @@ func TestDeviceDAXRefusals(t *testing.T) {
 		{"writing", "dd if=/dev/zero of=" + deviceDAX + " bs=4096 count=1", "Invalid argument"},
 	} {
 		if r := vm.Try(c.command); r.Status == 0 || !strings.Contains(r.Stderr, c.want) {
-			t.Errorf("%s: status %d, %q; want a failure with %q", c.what, r.Status, r.Stderr, c.want)
+			vm.t.Errorf("%s: status %d, %q; want a failure with %q", c.what, r.Status, r.Stderr, c.want)
 		}
 	}
 }
 
-// TestInside runs what test/vmlab/inside asks of internal/media on a real device.
-func TestInside(t *testing.T) { Boot(t).GoTest("./test/vmlab/inside", "^TestDAX") }
-
-// TestPoolOffset: the pool file is the memory of the device, at the offset that
+// poolBegins: the pool file is the memory of the device, at the offset that
 // PoolDataOffset says. Tests that damage a pool from outside lean on it.
-func TestPoolOffset(t *testing.T) {
-	vm := Boot(t)
-	vm.Run(vm.Program("./test/vmlab/daxprobe") + " write " + deviceDAX + " 0 0x200000 3")
-	vm.PowerOff()
+func poolBegins(vm *VM) {
+	vm.t.Helper()
 	f, err := os.Open(vm.Pool())
 	if err != nil {
-		t.Fatal(err)
+		vm.t.Fatal(err)
 	}
 	defer f.Close()
 	var got [2]byte
 	if _, err := f.ReadAt(got[:], PoolDataOffset); err != nil {
-		t.Fatal(err)
+		vm.t.Fatal(err)
 	}
 	if got == [2]byte{} {
-		t.Error("the first bytes of the device are not where PoolDataOffset says")
+		vm.t.Error("the first bytes of the device are not where PoolDataOffset says")
 	}
 }
 
@@ -109,7 +125,7 @@ func TestPair(t *testing.T) {
 	a.Start()
 	b.Run("for i in 1 2 3 4 5 6 7 8 9 10; do ping -c 1 -W 1 " + AddressA + " >/dev/null && exit 0; done; exit 1")
 	b.Run(probe + " write" + where + "12")
-	a.Run("/host/daxprobe check" + where + "12")
+	a.Run(a.Program("./test/vmlab/daxprobe") + " check" + where + "12")
 }
 
 // TestSoftRoCE: RDMA verbs work between the machines, so that a later test can
