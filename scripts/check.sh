@@ -1,7 +1,11 @@
 #!/bin/bash
-# check.sh: the fast lane, for every change before it is committed: format, vet,
-# lint, generated code, the Go tests that -short leaves, the Python tests without
-# an engine. Under 3 minutes with warm caches.
+# check.sh [PART...]: the fast lane, for every change before it is committed. Under
+# 3 minutes with warm caches. The parts, by default all of them:
+#   lint    format, vet, linters, generated code, shell scripts, Python
+#   go      the Go tests that -short leaves; SHORT= (empty) runs the slow ones too
+#   sim     the simulator's, in the same way
+#   python  the Python tests without an engine
+# GO_TEST_FLAGS is added to both runs of go test.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -33,19 +37,39 @@ python_lint() {
   )
 }
 
+lint() {
+  step "gofmt" gofmt_clean
+  step "go vet" vet
+  step "staticcheck" "$STATICCHECK" -tags invariants ./...
+  step "golangci-lint" "$GOLANGCI_LINT" run --allow-parallel-runners ./...
+  step "generated code" bash scripts/generate.sh --check
+  step "shellcheck" shell_clean
+  step "ruff and mypy" python_lint
+}
+
+go_tests() {
+  # shellcheck disable=SC2086 # flags, split on purpose
+  step "go test" go test -race -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./...
+}
+
+sim() {
+  # A simulated run has one goroutine: the race detector would only slow it.
+  # shellcheck disable=SC2086 # flags, split on purpose
+  step "simulator" go test -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./internal/sim
+}
+
+python_tests() {
+  step "pytest" env PYTHONPATH=python "$PY_VENV/bin/python" -m pytest -q --timeout 300 python/tests -m 'not vllm'
+}
+
+(($# > 0)) || set -- lint go sim python
 step "install" bash scripts/install.sh go python
 step "build" bash scripts/build.sh
-step "gofmt" gofmt_clean
-step "go vet" vet
-step "staticcheck" "$STATICCHECK" -tags invariants ./...
-step "golangci-lint" "$GOLANGCI_LINT" run --allow-parallel-runners ./...
-step "generated code" bash scripts/generate.sh --check
-step "shellcheck" shell_clean
-step "ruff and mypy" python_lint
-# SHORT= (empty) runs the slow tests as well: scripts/test.sh does.
-# shellcheck disable=SC2086 # flags, split on purpose
-step "go test" go test -race -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./...
-# A simulated run has one goroutine: the race detector would only slow it.
-# shellcheck disable=SC2086
-step "simulator" go test -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./internal/sim
-step "pytest" env PYTHONPATH=python "$PY_VENV/bin/python" -m pytest -q --timeout 300 python/tests -m 'not vllm'
+for part in "$@"; do
+  case $part in
+  lint | sim) "$part" ;;
+  go) go_tests ;;
+  python) python_tests ;;
+  *) die "check.sh: no part is called $part; there are lint, go, sim and python" ;;
+  esac
+done

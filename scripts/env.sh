@@ -33,7 +33,14 @@ mkdir -p "$TOOLS"
 export GOTOOLCHAIN=local
 # No build reads the state of the work tree: a tarball or a clone owned by
 # somebody else builds as well.
-export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false"
+# -trimpath everywhere, not only in what is shipped: programs, linters, vet and
+# tests then share one compilation of every dependency.
+export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false -trimpath"
+
+# Python keeps what it compiled, even where the caller's environment says not to:
+# an engine reads 6000 modules, and compiling them again at each start takes
+# longer than all that the start does.
+unset PYTHONDONTWRITEBYTECODE
 
 # uv brings its own list of certificate authorities; a site with one of its own
 # has it in the list of the system, as Go, apt and pip read it.
@@ -96,4 +103,89 @@ report_step() {
   if ((rc != 0)) && [[ -n $STEP ]]; then
     say "$STEP: FAILED with status $rc ($((SECONDS - STEP_FROM)) s)"
   fi
+}
+
+# beside NAME COMMAND...: puts a step on the list that run_beside runs.
+BESIDE_NAMES=()
+BESIDE_COMMANDS=()
+beside() {
+  BESIDE_NAMES+=("$1")
+  shift
+  BESIDE_COMMANDS+=("$(printf '%q ' "$@")")
+}
+
+# run_beside COUNT: runs the listed steps COUNT at a time, started in their order,
+# none of which may lean on another. What a step prints comes out in one piece when
+# it has ended, so a log reads as if they had run one after the other. A failure
+# does not stop the others; in the end every step that failed is named with its
+# command, and the status is 1.
+BESIDE_DIR=
+BESIDE_PIDS=()
+run_beside() {
+  local count=$1 total=${#BESIDE_NAMES[@]} next=0 running=0 failed=() from=() i rc
+  BESIDE_DIR=$(mktemp -d)
+  BESIDE_PIDS=()
+  trap stop_beside EXIT
+  # INT and TERM end this shell, which then runs the trap above.
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+  while ((next < total || running > 0)); do
+    while ((next < total && running < count)); do
+      i=$next
+      next=$((next + 1))
+      running=$((running + 1))
+      from[i]=$SECONDS
+      say "${BESIDE_NAMES[i]}: started"
+      # Job control puts each in a process group of its own, which one signal ends.
+      set -m
+      (
+        rc=0
+        bash -c "${BESIDE_COMMANDS[i]}" || rc=$?
+        echo "$rc" >"$BESIDE_DIR/$i.rc"
+      ) >"$BESIDE_DIR/$i.out" 2>&1 </dev/null &
+      BESIDE_PIDS[i]=$!
+      set +m
+    done
+    # The status of a step is in its file; this only sleeps until one has ended.
+    wait -n || true
+    for i in "${!BESIDE_PIDS[@]}"; do
+      ! kill -0 "${BESIDE_PIDS[i]}" 2>/dev/null || continue
+      unset "BESIDE_PIDS[i]"
+      running=$((running - 1))
+      rc=killed
+      [[ ! -s $BESIDE_DIR/$i.rc ]] || rc=$(<"$BESIDE_DIR/$i.rc")
+      say "${BESIDE_NAMES[i]}"
+      cat "$BESIDE_DIR/$i.out"
+      if [[ $rc == 0 ]]; then
+        say "${BESIDE_NAMES[i]}: ok ($((SECONDS - from[i])) s)"
+      else
+        say "${BESIDE_NAMES[i]}: FAILED with status $rc ($((SECONDS - from[i])) s)"
+        failed+=("$i")
+      fi
+    done
+  done
+  ((${#failed[@]} == 0)) || {
+    say "${#failed[@]} of $total steps FAILED; each one's output is above, under its name:"
+    for i in "${failed[@]}"; do
+      printf '   %s: %s\n' "${BESIDE_NAMES[i]}" "${BESIDE_COMMANDS[i]}"
+    done
+    return 1
+  }
+}
+
+# stop_beside is the EXIT trap of run_beside: an end from outside ends the steps
+# that run, and what they have printed is not lost.
+stop_beside() {
+  local rc=$? i
+  for i in "${!BESIDE_PIDS[@]}"; do
+    # Python cleans up after this one, and not after TERM.
+    kill -INT -- "-${BESIDE_PIDS[i]}" 2>/dev/null || true
+  done
+  for i in "${!BESIDE_PIDS[@]}"; do
+    wait "${BESIDE_PIDS[i]}" 2>/dev/null || true
+    say "${BESIDE_NAMES[i]}: CUT SHORT"
+    cat "$BESIDE_DIR/$i.out"
+  done
+  rm -rf "$BESIDE_DIR"
+  return "$rc"
 }
