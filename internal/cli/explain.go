@@ -239,7 +239,7 @@ func differences(mine, theirs map[string]any) []string {
 	return out
 }
 
-// missTexts explain reasons; the words are those of the metric maru:miss_tokens.
+// missTexts explain reasons; the words are those of the metric vllm:maru_miss_tokens.
 var missTexts = map[string]string{
 	"not_stored":  "nobody had stored them in this namespace",
 	"evicted":     "this engine had stored them, and they were evicted or deleted: give the pool more room",

@@ -206,15 +206,21 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
-        tensors = []
+        assert self._transfers is not None
+        tensors, devices = [], set()
         for name in self._shape.layer_names:
             t = kv_caches[name]
             if isinstance(t, (list, tuple)):
                 raise GeometryError(f"layer {name} has a list of state tensors, only attention KV is supported")
+            devices.add(str(t.device))
             tensors.append(TensorShape(name, t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.element_size()))
         layers = plan_layers(
             tensors, self._shape.num_blocks, self._shape.page_bytes, block_first=self._shape.layout is not None
         )
+        if len(devices) != 1:
+            raise GeometryError(f"the KV tensors lie on {sorted(devices)}, allowed: all of a worker's on one device")
+        if (device := devices.pop()) != "cpu":
+            self._transfers.place(device, span.current_stream(device))
         self._worker.register(layers, self._shape.num_blocks)
 
     def _orders(self) -> StepOrders | None:

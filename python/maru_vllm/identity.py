@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maru.keys import fingerprint_config
+from maru_vllm import span
 
 __all__ = ["ENGINE_FORMAT", "KVShape", "Ranks", "Unsupported", "kv_ranks", "kv_shape", "namespace_fields", "unsupported_features"]
 
@@ -126,10 +127,14 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
     if dtype not in ("auto", "float32", "float16", "bfloat16"):
         problems.append(f"cache_dtype={dtype!r} is not supported yet, allowed: auto, float32, float16, bfloat16")
-    device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu") or "cpu")
-    if device != "cpu":
-        problems.append(f"device {device!r} is not supported yet: this version copies tensors in CPU memory only")
+    if (device := device_type(vllm_config)) not in ("cpu", "cuda"):
+        problems.append(f"device {device!r} is not supported, allowed: cpu, cuda")
     return problems
+
+
+def device_type(vllm_config: Any) -> str:
+    """"cpu", "cuda" or what else the engine computes on."""
+    return str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu") or "cpu")
 
 
 def namespace_fields(vllm_config: Any, shape: KVShape, *, weights: str, chunk_tokens: int, piece_bytes: int) -> dict[str, Any]:
@@ -145,8 +150,8 @@ def namespace_fields(vllm_config: Any, shape: KVShape, *, weights: str, chunk_to
         "quantization": str(getattr(model, "quantization", None) or ""),
         "model_dtype": _name(getattr(model, "dtype", "")),
         "kv_dtype": shape.kv_dtype,
-        "layout": shape.layout or "",
-        "isa": _cpu_isa(model, shape),
+        "layout": shape.layout or span.device_layout(vllm_config),
+        "isa": _cpu_isa(model, shape) if device_type(vllm_config) == "cpu" else "",
         "block_tokens": shape.block_tokens,
         "chunk_tokens": chunk_tokens,
         "kv_heads": shape.kv_heads,

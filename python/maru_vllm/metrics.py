@@ -1,4 +1,4 @@
-"""The connector's counts as vLLM's KVConnectorStats and as Prometheus metrics ``maru:*``."""
+"""The connector's counts as vLLM's KVConnectorStats and as Prometheus metrics ``vllm:maru_*``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MaruPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, m in METRICS.items():
             options: dict[str, Any] = {"buckets": m.buckets} if m.kind == "histogram" else {}
             metric = kinds[m.kind](
-                name=f"maru:{name}",
+                name=f"vllm:maru_{name}",
                 documentation=m.text + ".",
                 labelnames=[*labelnames, m.label] if m.label else labelnames,
                 **options,

@@ -12,7 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ABSTRACT", "OPTIONAL", "Features", "detect", "extra_key_check", "tensor_rank", "unknown_abstract"]
+__all__ = [
+    "ABSTRACT",
+    "OPTIONAL",
+    "Features",
+    "current_stream",
+    "detect",
+    "device_layout",
+    "extra_key_check",
+    "tensor_rank",
+    "unknown_abstract",
+]
 
 ABSTRACT = frozenset(
     {
@@ -115,3 +125,38 @@ def tensor_rank() -> int:
         return int(get_tensor_model_parallel_rank())
     except (ImportError, AssertionError):
         return 0
+
+
+def current_stream(device: str) -> Callable[[], int]:
+    """Raw handle of the stream that the engine's work is on when it is called."""
+    import torch
+
+    place = torch.device(device)
+    return lambda: int(torch.cuda.current_stream(place).cuda_stream)
+
+
+def device_layout(vllm_config: Any) -> str:
+    """Stands for the inside of a block on a device, for releases that do not say it.
+
+    Until 0.31 the attention backend chooses it, which is known only where the tensors
+    are made; but one release with one configuration on one kind of device always
+    chooses the same. Engines of several kinds then share nothing, which is safe.
+    """
+    import os
+
+    import vllm
+
+    attention = getattr(vllm_config, "attention_config", None)
+    try:
+        from vllm.platforms import current_platform
+
+        device = str(current_platform.get_device_name())
+    except (ImportError, NotImplementedError):
+        device = ""
+    parts = (
+        getattr(vllm, "__version__", ""),
+        getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND", ""),
+        os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
+        device,
+    )
+    return "/".join(str(p) for p in parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import select
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from maru.api import Blocks, Client, ClientConfig, Code, Layer
@@ -50,6 +50,10 @@ def open_worker(
     config.write_order, config.read_order = settings.write_order, settings.read_order
     config.copy_threads = settings.copy_threads
     config.eager_map = settings.eager_map
+    if settings.device_copy != "auto":
+        config.device_copy = settings.device_copy
+    if settings.staging_bytes:
+        config.device_staging_bytes = settings.staging_bytes
     config.views = False  # engine adapters copy; they never export a page
     return ClientTransfers(Client(config))
 
@@ -62,29 +66,42 @@ def open_scheduler(settings: Settings, fields: dict[str, Any], piece: int, ranks
 
 
 class ClientTransfers:
-    """Transfers of one worker over its client."""
+    """Transfers of one worker over its client.
+
+    Tensors in GPU memory (place) are another layout of the library and the engine's
+    stream with each submission; all else is the same.
+    """
 
     submit_error = MaruError
     already_code = int(Code.ALREADY_STORED)
-    busy_code = int(Code.BUSY)
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self._poll = select.poll()
         self._poll.register(client.event_fd, select.POLLIN)
+        # Arguments that only layouts on a device have.
+        self._device: dict[str, Any] = {}
+        self._stream: Callable[[], int] | None = None
+
+    def place(self, device: str, stream: Callable[[], int]) -> None:
+        """The tensors lie on this device ("cuda:N"); stream: raw handle of the engine's stream at
+        the moment, behind which blocks may be read and overwritten."""
+        self._device, self._stream = {"device": device}, stream
 
     def register_layout(self, layers: Sequence[LayerRuns], block_count: int) -> int:
-        return self.client.register_layout(
-            [Layer(r.base, r.block_stride, r.run_bytes, tuple(r.offsets)) for r in layers], block_count
-        )
+        rows = [Layer(r.base, r.block_stride, r.run_bytes, tuple(r.offsets)) for r in layers]
+        return self.client.register_layout(rows, block_count, **self._device)
+
+    def _order(self) -> dict[str, Any]:
+        return {"stream": self._stream()} if self._stream is not None else {}
 
     def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array[int], ends: array[int]) -> int:
-        return self.client.submit_store(keys, Blocks(layout, blocks, ends), parents)
+        return self.client.submit_store(keys, Blocks(layout, blocks, ends), parents, **self._order())
 
     def submit_load(
         self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]
     ) -> int:
-        return self.client.submit_load(keys, Blocks(layout, blocks, ends), offsets)
+        return self.client.submit_load(keys, Blocks(layout, blocks, ends), offsets, **self._order())
 
     def completed(self) -> list[int]:
         return self.client.completed()

@@ -167,6 +167,7 @@ def test_bypasses() -> None:
 # -- the scheduler's role -----------------------------------------------------
 
 
+@pytest.mark.vllm  # it needs no engine, but more time than the fast lane has
 def test_nothing_grows_with_the_number_of_requests_served() -> None:
     lookup = FakeLookup()
     s = make(lookup)
