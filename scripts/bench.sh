@@ -7,6 +7,6 @@ set -euo pipefail
 trap report_step EXIT
 
 bash scripts/build.sh
-for table in meta data rm start; do
+for table in meta data rm start vllm; do
   step "bench $table" bin/maru bench "$table" "$@"
 done
