@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
+from maru.errors import Code
 from maru.keys import DIGEST_BYTES, KEY_BYTES
 from maru_vllm.chain import with_shard
 from maru_vllm.geometry import LayerRuns, block_bytes
@@ -213,8 +214,8 @@ class WorkerRole:
             try:
                 job = self._submit_load(load, first, stop)
             except self._submit_error as e:
-                if self._load_jobs:
-                    return  # the library's queue is full; a job of ours ends and makes room
+                if self._will_have_room(e):
+                    return
                 self._say("load", "a load was not submitted and its request is computed instead: %s", e)
                 self._fail(load, range(first, len(load.order.counts)), int(getattr(e, "code", 0)) or 1)
                 load.next = len(load.order.counts)
@@ -226,6 +227,10 @@ class WorkerRole:
             if load.next == len(load.order.counts):
                 self._load_queue.popleft()
                 self._end_load_if_done(load)
+
+    def _will_have_room(self, refusal: Exception) -> bool:
+        """The library's queue is full, and a job of ours that ends makes room in it: try again next step."""
+        return getattr(refusal, "code", Code.BUSY) == Code.BUSY and bool(self._load_jobs or self._store_jobs)
 
     def _submit_load(self, load: _Load, first: int, stop: int) -> int:
         begin = load.ends[first]
@@ -350,8 +355,8 @@ class WorkerRole:
             try:
                 job = self._submit_stores(parts)
             except self._submit_error as e:
-                if self._store_jobs or self._load_jobs:
-                    break  # the library's queue is full; it is tried again next step
+                if self._will_have_room(e):
+                    break
                 self._say("store", "stores are dropped, the library does not take them: %s", e)
                 for store in list(self._store_queue):
                     self._drop_rest(store, "dropped")

@@ -347,6 +347,32 @@ def test_steps_and_loads_teach_the_costs() -> None:
     assert s.cost.seconds_per_token == pytest.approx(0.001 + 0.1 / (4 * CHUNK + 1), rel=0.05)
 
 
+def test_a_slow_store_is_not_asked_to_load() -> None:
+    now = [0.0]
+    lookup = FakeLookup()
+    s = SchedulerRole(lookup, block_tokens=BLOCK, chunk_blocks=CHUNK_BLOCKS, clock=lambda: now[0])
+    taken = 0
+    for i in range(120):
+        tokens = [i, *range(4 * CHUNK)]
+        lookup.have = set(keys_of(tokens)) if i % 2 else set()
+        r = Request(f"r{i}", tokens)
+        external, _ = s.get_num_new_matched_tokens(r, 0)
+        if external:
+            taken += 1
+            s.update_state_after_alloc(r, list(range(16)), external)
+            step(s, {})
+            now[0] += 1.0  # computing it would have taken a quarter of a second
+            s.update_output([r.request_id], set(), None)
+            r.num_computed_tokens = external
+        orders = step(s, {r.request_id: len(tokens) - r.num_computed_tokens}, tables={r.request_id: list(range(17))})
+        now[0] += 0.001 * (len(tokens) - r.num_computed_tokens)
+        s.update_output([], set(), StepReport(step=orders.step))
+        s.request_finished(r)
+    assert 4 <= taken <= 8, "a few to learn it, and one in 32 after that"
+    counters = (s.stats() or {})["counters"]
+    assert counters["miss_tokens|not_worth"] == (60 - taken) * 4 * CHUNK
+
+
 # -- the worker's role --------------------------------------------------------
 
 
@@ -419,6 +445,20 @@ def test_a_full_queue_of_the_library_is_waited_for_step_by_step() -> None:
     t.refuse = False
     t.done = [1]
     assert w.finished() == (set(), {"a"})
+    t.done = [2]
+    assert w.finished() == (set(), {"b"}) and w.bad_blocks() == set()
+
+
+def test_a_load_waits_for_room_that_stores_have_taken() -> None:
+    t = FakeTransfers()
+    w = budget_worker(t, load_bytes=1000, store_bytes=1000, waiting_bytes=1000)
+    w.start_stores(StepOrders(stores=[BlockStore("s", chunks(1), bytes(28), [1, 2])]))
+    t.refuse = True
+    w.start_loads(StepOrders(loads=[BlockLoad("b", chunks(1), [3, 4], [2], [0])]))
+    assert w.finished() == (set(), set())
+    t.refuse = False
+    t.done = [1]
+    w.finished()
     t.done = [2]
     assert w.finished() == (set(), {"b"}) and w.bad_blocks() == set()
 
