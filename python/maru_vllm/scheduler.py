@@ -462,7 +462,8 @@ class SchedulerRole:
 
     def _write(self, state: _Request) -> None:
         if self._journal is not None and state.record:
-            record = dict(state.record)
+            # The journal's thread reads it later, while this request may go on.
+            record = {k: dict(v) if isinstance(v, dict) else v for k, v in state.record.items()}
             if isinstance(record.get("prompt"), int):
                 record["prefix"] = _prefix_digest(state.request)
             self._journal(record)

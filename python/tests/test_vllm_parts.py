@@ -310,6 +310,7 @@ def test_every_token_of_a_prompt_is_accounted_for_once(hit_chunks: int, fail: bo
     assert misses + counters.get("loaded_tokens", 0) == len(tokens)
     assert all(k.partition("|")[2] in MISS_REASONS for k in counters if k.startswith("miss_tokens|"))
     last = records[-1]
+    assert all(a is not b for a, b in zip(records[0].values(), last.values()) if isinstance(a, dict)), "nothing is shared"
     assert last["done"] and sum(last["miss"].values()) == misses  # type: ignore[attr-defined]
     if fail and hit_chunks:
         assert last["code"] == 29 and last["miss"]["failed"] == hit_chunks * CHUNK  # type: ignore[index]
