@@ -186,6 +186,7 @@ def maru_up(program: str, pool: str, log: Path):
             line = p.stdout.readline()
             if not line:
                 raise SystemExit(f"maru up did not start; see {log}")
+            Path(f"{log}.json").write_text(line)
             yield json.loads(line)["server"]
         finally:
             p.send_signal(signal.SIGTERM)
