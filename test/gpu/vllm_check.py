@@ -159,6 +159,7 @@ def main() -> int:
                 "maru_storage_backend": backend,
                 "maru_cache_namespace": "tiny",
                 "maru_kv_chunk_tokens": 128,
+                "maru_min_hit_tokens": 0,  # a tiny model computes faster than it loads
             }
             extra |= {"cxl": {"maru_pool_size": "256M"}}.get(backend, {"maru_cpu_pool_size": "256M"})
             extra |= {"maru_cxl_pool_size": "256M", "maru_write_order": "cxl,cpu"} if backend == "mixed" else {}

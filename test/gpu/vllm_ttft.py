@@ -258,6 +258,7 @@ def main() -> int:
                     server = stack.enter_context(maru_up(a.maru, a.pool, a.out / "up.log"))
                 extra = {
                     "maru_server_url": server, "maru_storage_backend": "cxl", "maru_cache_namespace": "llama-8b@dummy",
+                    "maru_min_hit_tokens": 0,  # every hit is measured
                     # The reader stores next to nothing.
                     "maru_pool_size": a.region if mode == "maru" else "2G", **a.extra,
                 }  # fmt: skip
