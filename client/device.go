@@ -58,7 +58,7 @@ func (c *Client) RegisterDeviceLayout(l Layout, ordinal int) (LayoutID, error) {
 	if err := d.check(own, uint64(c.cfg.PieceBytes)); err != nil {
 		return 0, err
 	}
-	own.device = d
+	own.device, own.deviceRuns = d, own.onDeviceRuns()
 	return c.addLayout(own), nil
 }
 
@@ -127,18 +127,15 @@ func (d *device) check(l *layout, piece uint64) error {
 	return nil
 }
 
-// deviceRuns appends the runs of blocks on the device in their order in an object.
-func (l *layout) deviceRuns(dst []engine.Run, blocks []uint32) []engine.Run {
-	for _, b := range blocks {
-		for i := range l.Layers {
-			y := &l.Layers[i]
-			at := int64(y.Base) + int64(b)*y.BlockStrideBytes //nolint:gosec // an address
-			for _, off := range y.RunOffsets {
-				dst = append(dst, engine.Run{Address: uint64(at + off), Bytes: y.RunBytes}) //nolint:gosec // checked at registration
-			}
-		}
+// onDeviceRuns is the layout as the engine reads it.
+func (l *layout) onDeviceRuns() (out engine.Layout) {
+	for i := range l.Layers {
+		y := &l.Layers[i]
+		out.Layers = append(out.Layers, engine.Layer{
+			Base: uint64(y.Base), StrideBytes: y.BlockStrideBytes, RunBytes: y.RunBytes, Offsets: y.RunOffsets,
+		})
 	}
-	return dst
+	return out
 }
 
 // after is the point in the engine's stream that a job begins behind.

@@ -28,13 +28,12 @@ func (l *layout) takes(a *after) error {
 type deviceMoves struct {
 	transfer engine.Transfer
 	tasks    []int // [i]: the task of object i
-	runs     []engine.Run
 	want     []uint64
 }
 
 func (d *deviceMoves) begin(dir engine.Direction, a *after) {
 	d.transfer.Direction, d.transfer.After = dir, a.event
-	d.transfer.Objects, d.tasks, d.runs = d.transfer.Objects[:0], d.tasks[:0], d.runs[:0]
+	d.transfer.Objects, d.tasks = d.transfer.Objects[:0], d.tasks[:0]
 }
 
 // add appends an object; its leaf list is that of an earlier use of the place.
@@ -47,20 +46,13 @@ func (d *deviceMoves) add(task int, o engine.Object) {
 	d.tasks = append(d.tasks, task)
 }
 
-// of returns the runs of blocks. Runs of objects before stay where they are also when
-// the list grows: on its old array.
-func (d *deviceMoves) of(l *layout, blocks []uint32) []engine.Run {
-	n := len(d.runs)
-	d.runs = l.deviceRuns(d.runs, blocks)
-	return d.runs[n:len(d.runs):len(d.runs)]
-}
-
 // end forgets whose memory it was.
 func (d *deviceMoves) end() {
 	for i := range d.transfer.Objects {
 		o := &d.transfer.Objects[i]
 		*o = engine.Object{Leaves: o.Leaves}
 	}
+	d.transfer.Arrived = nil
 }
 
 // saveOnDevice copies the tasks whose blocks lie on a device into their pages.
@@ -82,40 +74,45 @@ func (c *Client) saveOnDevice(s *storeWork, a *after) {
 		t.code = base.CodeOK
 		d.add(i, engine.Object{
 			Host: page, Mapped: m.reached(page), SizeBytes: t.length, PieceBytes: uint64(c.cfg.PieceBytes),
-			Seed: checksum.Seed(c.namespace, it.Key), Runs: d.of(t.layout, it.Blocks),
+			Seed: checksum.Seed(c.namespace, it.Key), Layout: &t.layout.deviceRuns, Blocks: it.Blocks,
 		})
 	}
 	if len(d.tasks) == 0 {
 		return
 	}
+	// While the next objects are copied.
+	d.transfer.Arrived = func(k int) { c.saved(s, &s.tasks[d.tasks[k]], d.transfer.Objects[k].Leaves) }
 	err := a.device.engine.Run(&d.transfer)
 	for k, i := range d.tasks {
 		t, o := &s.tasks[i], &d.transfer.Objects[k]
-		m := c.region(t.ref.Region)
-		switch {
-		case err != nil || o.Err != nil && !o.Running:
-			t.code, t.end = base.CodeFault, pageUnused
-			c.deviceFailed(engine.Save, err, o.Err)
-			continue
-		case o.Err != nil:
-			t.code = base.CodeFault
-			c.keepStuck(m)
-			c.deviceFailed(engine.Save, err, o.Err)
-			continue
-		case !c.summed(m):
+		if err == nil && o.Err == nil {
 			continue
 		}
-		page := m.page(t.ref.Index)
-		if mapping.Guard(func() {
-			if !c.cfg.Opaque {
-				writeLeaves(page[leafListAt(t.length):], o.Leaves)
-			}
-		}) != nil {
-			t.code = base.CodeFault
-			continue
+		t.code, t.end = base.CodeFault, pageUnused
+		if o.Running {
+			t.end = pageFaults
+			c.keepStuck(c.region(t.ref.Region))
 		}
-		t.sum = checksum.Root(o.Leaves, t.length, checksum.Seed(c.namespace, s.items[t.item].Key))
+		c.deviceFailed(engine.Save, err, o.Err)
 	}
+}
+
+// saved takes the leaves of an object that has arrived in its page.
+func (c *Client) saved(s *storeWork, t *storeTask, leaves []uint64) {
+	m := c.region(t.ref.Region)
+	if !c.summed(m) {
+		return
+	}
+	page := m.page(t.ref.Index)
+	if mapping.Guard(func() {
+		if !c.cfg.Opaque {
+			writeLeaves(page[leafListAt(t.length):], leaves)
+		}
+	}) != nil {
+		t.code = base.CodeFault
+		return
+	}
+	t.sum = checksum.Root(leaves, t.length, checksum.Seed(c.namespace, s.items[t.item].Key))
 }
 
 // failedCopy settles the page of a store whose copy failed.
@@ -164,22 +161,23 @@ func (c *Client) loadOnDevice(s *loadWork, a *after) {
 		m := c.region(s.got.rows[i].Region)
 		d.add(i, engine.Object{
 			Host: host, Mapped: m.reached(host), SkipBytes: p.from - start, SizeBytes: p.size, PieceBytes: piece,
-			Seed: p.seed, Runs: d.of(p.layout, p.blocks),
+			Seed: p.seed, Layout: &p.layout.deviceRuns, Blocks: p.blocks,
 		})
 	}
 	if len(d.tasks) == 0 {
 		return
 	}
+	d.transfer.Arrived = func(k int) {
+		t := &s.tasks[d.tasks[k]]
+		if mapping.Guard(func() { t.code = d.verdict(&t.prepared, d.transfer.Objects[k].Leaves) }) != nil {
+			t.code = base.CodeFault
+		}
+	}
 	err := a.device.engine.Run(&d.transfer)
 	for k, i := range d.tasks {
-		t, o := &s.tasks[i], &d.transfer.Objects[k]
-		if err != nil || o.Err != nil {
-			t.code = base.CodeMiss
+		if o := &d.transfer.Objects[k]; err != nil || o.Err != nil {
+			s.tasks[i].code = base.CodeMiss
 			c.deviceFailed(engine.Load, err, o.Err)
-			continue
-		}
-		if mapping.Guard(func() { t.code = d.verdict(&t.prepared, o.Leaves) }) != nil {
-			t.code = base.CodeFault
 		}
 	}
 }

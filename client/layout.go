@@ -7,12 +7,14 @@ import (
 	"sync"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/gpu/engine"
 )
 
 // layout is a registered Layout with what is derived from it.
 type layout struct {
 	Layout
 	device     *device // whose memory it is; nil: of the host
+	deviceRuns engine.Layout
 	blockBytes uint64
 	runCount   int // a block
 	users      sync.WaitGroup

@@ -223,7 +223,7 @@ func (l *lane) Bounce(i int) ([]byte, error) {
 func (l *lane) Launch(i int, a *engine.Launch) (bool, error) {
 	var started C.int
 	r := C.mg_lane_launch(l.l, C.int(i), C.int(a.Direction), C.int(a.Way), C.uint64_t(a.After), C.int(a.Pieces),
-		C.int(a.Fragments), C.int(a.Copies), &started)
+		C.int(a.Copies), &started)
 	return started != 0, failed(r, base.ErrFault, "starting a copy")
 }
 

@@ -375,8 +375,8 @@ out:
 
 struct slot {
   void *stream, *done;
-  device_pointer stage, list; /* list: pieces, then fragments */
-  char *pieces, *fragments;   /* pinned, as are hashes and tails */
+  device_pointer stage;
+  char *pieces, *fragments; /* pinned, as are hashes and tails: the kernel reads and writes them where they lie */
   uint64_t *hashes;
   char *tails;
   mg_copy *copies;
@@ -386,7 +386,7 @@ struct slot {
 
 struct mg_lane {
   mg_device *d;
-  int slot_count, piece_room, fragment_room, copy_room, blocks;
+  int slot_count, blocks;
   uint64_t stage_bytes;
   void *pinned;
   device_pointer memory;
@@ -421,15 +421,13 @@ mg_result mg_lane_open(mg_device *d, int slots, uint64_t stage_bytes, int pieces
   const size_t piece_bytes = align_up((size_t)pieces * MG_PIECE_BYTES),
                fragment_bytes = align_up((size_t)fragments * MG_FRAGMENT_BYTES),
                hash_bytes = align_up((size_t)pieces * 8), tail_bytes = (size_t)MG_TAILS * MG_TAIL_BYTES;
-  const size_t stage = align_up(stage_bytes), pinned = piece_bytes + fragment_bytes + hash_bytes + tail_bytes,
-               memory = stage + piece_bytes + fragment_bytes;
+  const size_t stage = align_up(stage_bytes), pinned = piece_bytes + fragment_bytes + hash_bytes + tail_bytes;
   char *p;
   if (l == NULL) {
     r = fails("calloc", MG_NO_MEMORY);
     goto out;
   }
-  l->d = d, l->slot_count = slots, l->piece_room = pieces, l->fragment_room = fragments, l->copy_room = copies;
-  l->blocks = blocks, l->stage_bytes = stage_bytes;
+  l->d = d, l->slot_count = slots, l->blocks = blocks, l->stage_bytes = stage_bytes;
   l->slots = calloc((size_t)slots, sizeof *l->slots);
   l->to = calloc((size_t)copies, sizeof *l->to);
   l->from = calloc((size_t)copies, sizeof *l->from);
@@ -439,11 +437,11 @@ mg_result mg_lane_open(mg_device *d, int slots, uint64_t stage_bytes, int pieces
     goto out;
   }
   TRY(cuMemHostAlloc, &l->pinned, pinned * (size_t)slots, PORTABLE_MAPPED);
-  TRY(cuMemAlloc, &l->memory, memory * (size_t)slots);
+  TRY(cuMemAlloc, &l->memory, stage * (size_t)slots);
   p = l->pinned;
   for (int i = 0; i < slots; i++, p += pinned) {
     struct slot *s = &l->slots[i];
-    s->stage = l->memory + memory * (size_t)i, s->list = s->stage + stage;
+    s->stage = l->memory + stage * (size_t)i;
     s->pieces = p, s->fragments = p + piece_bytes, s->hashes = (uint64_t *)(p + piece_bytes + fragment_bytes);
     s->tails = p + piece_bytes + fragment_bytes + hash_bytes;
     s->copies = calloc((size_t)copies, sizeof *s->copies);
@@ -521,25 +519,21 @@ static mg_result copy_all(mg_lane *l, struct slot *s, int load, int n) {
 }
 
 static mg_result run_kernel(mg_lane *l, struct slot *s, int which, unsigned pieces) {
-  device_pointer list = s->list, fragments = s->list + align_up((size_t)l->piece_room * MG_PIECE_BYTES);
+  /* Pinned memory has one address for both sides. */
+  device_pointer list = (device_pointer)(uintptr_t)s->pieces, fragments = (device_pointer)(uintptr_t)s->fragments;
   device_pointer hashes = (device_pointer)(uintptr_t)s->hashes, tails = (device_pointer)(uintptr_t)s->tails;
   void *arguments[] = {&list, &pieces, &fragments, &hashes, &tails};
   int code = cuLaunchKernel(l->d->kernels[which], (unsigned)l->blocks, 1, 1, THREADS, 1, 1, 0, s->stream, arguments, NULL);
   return code ? fails("cuLaunchKernel", code) : fine;
 }
 
-mg_result mg_lane_launch(mg_lane *l, int i, int load, int direct, uint64_t after, int pieces, int fragments, int copies,
-                         int *started) {
+mg_result mg_lane_launch(mg_lane *l, int i, int load, int direct, uint64_t after, int pieces, int copies, int *started) {
   struct slot *s = &l->slots[i];
   mg_result r = fine;
   *started = 0;
   s->unknown = 0;
   if (after) TRY(cuStreamWaitEvent, s->stream, (void *)(uintptr_t)after, 0);
   *started = 1;
-  TRY(cuMemcpyHtoDAsync, s->list, s->pieces, (size_t)pieces * MG_PIECE_BYTES, s->stream);
-  if (fragments > 0)
-    TRY(cuMemcpyHtoDAsync, s->list + align_up((size_t)l->piece_room * MG_PIECE_BYTES), s->fragments,
-        (size_t)fragments * MG_FRAGMENT_BYTES, s->stream);
   if (load) {
     r = copy_all(l, s, load, copies);
     if (!r.code) r = run_kernel(l, s, direct ? 2 : 1, (unsigned)pieces);

@@ -64,8 +64,7 @@ mg_result mg_lane_bind(mg_lane *l);
 void mg_lane_slot(mg_lane *l, int i, mg_slot *out);
 mg_result mg_lane_bounce(mg_lane *l, int i, void **p);
 /* started: 0 when nothing was started. */
-mg_result mg_lane_launch(mg_lane *l, int i, int load, int direct, uint64_t after, int pieces, int fragments, int copies,
-                         int *started);
+mg_result mg_lane_launch(mg_lane *l, int i, int load, int direct, uint64_t after, int pieces, int copies, int *started);
 /* done: 1 when the slot's work has ended. */
 mg_result mg_lane_wait(mg_lane *l, int i, int limit_us, int *done);
 void mg_lane_wake(mg_lane *l);

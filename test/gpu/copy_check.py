@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -129,9 +130,12 @@ def all_ok(codes: Any, what: str) -> None:
 
 def finish(c: Client, job: int, limit: float = 60.0) -> Any:
     end = time.monotonic() + limit
+    poll = select.poll()
+    poll.register(c.event_fd, select.POLLIN)
     while (codes := c.job_result(job)) is None:
         check(time.monotonic() < end, "a job does not end")
-        time.sleep(0.0001)
+        poll.poll(1)
+    c.completed()
     return codes
 
 
@@ -152,16 +156,16 @@ def step_bytes() -> str:
     with Up(cxl="2G") as up:
         for medium in ("cpu", "cxl"):
             for run, piece in cases:
-                for split in (False, True):
-                    layers = 3
-                    src, dst = Cache(layers, 40, run, split), Cache(layers, 40, run, split, fill=False)
-                    blocks = [int(b) for b in torch.randperm(40)[:10]]
-                    value = 10 * src.block_bytes
+                for split in (False, True) if run < (1 << 20) else (False,):
+                    layers, per = 3, 10 if run < (128 << 10) else 7
+                    src, dst = Cache(layers, 2 * per, run, split), Cache(layers, 2 * per, run, split, fill=False)
+                    blocks = [int(b) for b in torch.randperm(2 * per)[:per]]
+                    value = per * src.block_bytes
                     if run == 1040:
                         piece = 64
                         while run % piece:
                             piece += 64
-                    size = max(64 << 20, 5 * value)
+                    size = max(4 << 20, 4 * value + (64 << 10))
                     memory = {"cpu_bytes": size} if medium == "cpu" else {"region_bytes": size, "cxl_bytes": size}
                     for way in ("auto", "staged", "direct"):
                         if way != "auto" and (split or run < (64 << 10)):
@@ -193,7 +197,7 @@ def with_client(server: str, value: int, piece: int, memory: dict[str, int], way
                 t.zero_()
             all_ok(c.load(key, Blocks.of(b, [blocks[3:7]]), array("Q", [3 * src.block_bytes]), stream=stream()), f"part, {what}")
             check(torch.equal(dst.object(blocks[3:7]), src.object(blocks[3:7])), f"a part differs, {what}")
-            rest = [x for x in range(40) if x not in blocks[3:7]]
+            rest = [x for x in range(src.blocks) if x not in blocks[3:7]]
             check(int(dst.object(rest).max()) == 0, f"other blocks were written, {what}")
             if i == 0:
                 wait_registered(c, memory.get("cpu_bytes") or memory["region_bytes"])
@@ -304,7 +308,8 @@ def step_capture() -> str:
         thread.join()
         c.close()
     check(not failed, "".join(failed))
-    check(refused == 20, f"{refused} of 20 submissions in a capture were refused")
+    # Stream 0 is not captured, and an event there breaks nothing.
+    check(refused == 10, f"{refused} of 10 submissions of the captured stream were refused")
     return f"30 captures, {moved[0]} rounds of copies meanwhile"
 
 
@@ -380,15 +385,14 @@ def step_processes() -> str:
     return f"1 GiB in {took * 1e3:.0f} ms"
 
 
-def pool_digest(directory: str) -> str:
-    h = hashlib.blake2b()
+def pool_bytes(directory: str) -> list[torch.Tensor]:
+    """A copy of every pool file, as 64-bit words."""
+    out = []
     for path in sorted(Path(directory).rglob("*")):
-        if path.is_file() and path.stat().st_size > (64 << 20):
-            h.update(path.name.encode())
-            with open(path, "rb") as f:
-                while chunk := f.read(16 << 20):
-                    h.update(chunk)
-    return h.hexdigest()
+        if path.is_file() and (size := path.stat().st_size) > (64 << 20):
+            out.append(torch.from_file(str(path), shared=True, size=size // 8, dtype=torch.int64).clone())
+    check(len(out) > 0, f"no pool in {directory}")
+    return out
 
 
 def step_kill() -> str:
@@ -396,7 +400,7 @@ def step_kill() -> str:
     region = 3 * GIB
     dst = Cache(CHILD["layers"], CHILD["blocks"], CHILD["run"], fill=False)
     gone = []
-    for delay in (0.0, 0.005, 0.02, 0.05):
+    for delay in (0.0, 0.007, 0.03):
         with Up(cxl="4G") as up:
             p = start_child(up, 60, region)
             assert p.stdout is not None
@@ -408,16 +412,19 @@ def step_kill() -> str:
             p.send_signal(signal.SIGKILL)
             p.wait()
             gone.append(time.monotonic() - began)
-            first = pool_digest(up["dir"])
+            first = pool_bytes(up["dir"])
             time.sleep(0.5)
-            check(pool_digest(up["dir"]) == first, "bytes of the pool changed after the process was gone")
+            second = pool_bytes(up["dir"])
+            same = all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+            check(same, "bytes of the pool changed after the process was gone")
+            del first, second
             for line in p.stdout:
                 last = int(line.split()[1])
             c = open_client(up["server"], CHILD["per"] * dst.block_bytes, CHILD["run"], cxl_bytes=1 << 28, region_bytes=1 << 28)
             b = dst.register(c)
             load_child(c, b, dst, last)
             c.close()
-    return f"4 kills, gone after {', '.join(f'{g * 1e3:.0f}' for g in gone)} ms"
+    return f"{len(gone)} kills, gone after {', '.join(f'{g * 1e3:.0f}' for g in gone)} ms"
 
 
 def step_bounce() -> str:
@@ -549,6 +556,7 @@ def step_speed() -> str:
                         all_ok(finish(c, c.submit_load(k, Blocks.of(a, items), stream=stream())), "load")
                         loads.append(time.perf_counter() - began)
                         c.delete(k)
+                        time.sleep(0.02)
                     c.close()
                     s, load = statistics.median(stores[1:]), statistics.median(loads[1:])
                     worst = min(worst, d2h / s, h2d / load)
@@ -582,9 +590,9 @@ def step_busy() -> str:
 
     out = []
     with Up() as up:
-        c = open_client(up["server"], 16 * src.block_bytes, run, cpu_bytes=6 * GIB)
+        c = open_client(up["server"], 16 * src.block_bytes, run, cpu_bytes=8 * GIB)
         a = src.register(c)
-        wait_registered(c, 6 * GIB)
+        wait_registered(c, 8 * GIB)
         items = [list(range(i * 16, i * 16 + 16)) for i in range(64)]
         for _ in range(4):
             products()
@@ -593,7 +601,7 @@ def step_busy() -> str:
             ratios, speeds = [], []
             for i in range(7):
                 alone = products()
-                k = [keys(f"busy/{i}/{j}", 64) for j in range(4)]
+                k = [keys(f"busy/{i}/{j}", 64) for j in range(3)]
                 if kind == "load":
                     for x in k:
                         all_ok(finish(c, c.submit_store(x, Blocks.of(a, items), stream=side)), "store")
@@ -606,17 +614,21 @@ def step_busy() -> str:
                 watch.start()
                 busy = products()
                 watch.join()
-                speeds.append(4 * 64 * 16 * src.block_bytes / (ended[0] - began) / 1e9)
+                speeds.append(3 * 64 * 16 * src.block_bytes / (ended[0] - began) / 1e9)
                 again = products()
                 ratios.append(busy / ((alone + again) / 2) - 1)
                 for x in k:
                     c.delete(x)
+                end = time.monotonic() + 10
+                while c.stats()["pages_free"] < 4 * 64:
+                    check(time.monotonic() < end, "deleted pages do not come back")
+                    time.sleep(0.01)
             out.append(f"  {kind}: products {100 * statistics.median(ratios):+.1f} % ({', '.join(f'{100 * r:+.1f}' for r in ratios)}), copy {statistics.median(speeds):.1f} GB/s")
         c.close()
     return "\n" + "\n".join(out)
 
 
-STEPS = [step_bytes, step_order, step_capture, step_processes, step_kill, step_bounce, step_reopen, step_submit, step_speed, step_busy]
+STEPS = [step_order, step_capture, step_processes, step_kill, step_bounce, step_reopen, step_submit, step_speed, step_busy, step_bytes]
 
 
 def main() -> int:

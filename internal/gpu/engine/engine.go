@@ -177,6 +177,9 @@ func (e *Engine) Run(t *Transfer) error {
 	if err := e.Lost(); err != nil {
 		return err
 	}
+	if len(t.Objects) == 0 {
+		return nil
+	}
 	t.done = make(chan struct{})
 	t.at, t.pending, t.failed = cursor{}, 0, nil
 	for i := range t.Objects {

@@ -164,6 +164,9 @@ func (l *lane) launch(t *Transfer) bool {
 		filled, _ = c.fill(t, slot, &l.o, l.e.cfg.Rule, l.e.cfg.DirectRunBytes, bounce)
 	}
 	if !filled {
+		if !t.cut() {
+			t.fail(fmt.Errorf("%w: a piece is larger than the stage, or has too many runs", base.ErrInvalid))
+		}
 		l.end(t)
 		return true
 	}
@@ -229,6 +232,9 @@ func (l *lane) collect(i int, c *chunk) error {
 				return err
 			}
 			l.e.count.bounced.Add(n)
+		}
+		if sp.hostTo == uint64(len(obj.Host)) && c.t.Arrived != nil {
+			c.t.Arrived(sp.object)
 		}
 	}
 	return nil

@@ -1,27 +1,36 @@
 package engine
 
-// Run is a range of device memory.
-type Run struct {
-	Address uint64
-	Bytes   uint64
+// Layer is one tensor on the device: run i of block b begins at Base + b x StrideBytes +
+// Offsets[i] and has RunBytes, all multiples of AlignBytes.
+type Layer struct {
+	Base        uint64
+	StrideBytes int64
+	RunBytes    uint64
+	Offsets     []int64
 }
 
-// Object is what a transfer moves between one range of host memory and runs.
+// Layout is the memory that blocks lie in: [block][layer][run] is their order in an
+// object. It was checked whole (G2) and never changes.
+type Layout struct{ Layers []Layer }
+
+// Object is what a transfer moves between one range of host memory and blocks of a
+// layout.
 //
-// Ownership: Host and Runs are the caller's and must stay as they are until the transfer
-// has ended; the results are the caller's then.
+// Ownership: Host and Blocks are the caller's and must stay as they are until the
+// transfer has ended; the results are the caller's then.
 type Object struct {
 	// Host is whole pieces of a value: it begins at a border of pieces, and ends at one or
 	// at the value's end.
 	Host []byte
 	// Mapped says how the device reaches Host.
 	Mapped Mapped
-	// SkipBytes and SizeBytes are what of Host the runs take. The rest is only hashed. Of a
+	// SkipBytes and SizeBytes are what of Host the blocks take. The rest is only hashed. Of a
 	// save they are 0 and len(Host).
 	SkipBytes, SizeBytes uint64
 	PieceBytes           uint64
 	Seed                 uint64
-	Runs                 []Run
+	Layout               *Layout
+	Blocks               []uint32
 
 	// Results.
 
@@ -30,7 +39,7 @@ type Object struct {
 	// Err: the object was not moved, or nobody knows. ErrFault.
 	Err error
 	// Running, only with Err: the device was lost and may still write to Host (save) or to
-	// the runs (load), as long as this process lives.
+	// the blocks (load), as long as this process lives.
 	Running bool
 }
 
@@ -48,6 +57,10 @@ type Transfer struct {
 	Direction Direction
 	After     Event // of Engine.Record; 0: nothing to wait for
 	Objects   []Object
+	// Arrived is called for each object whose last byte and leaf are there, in order, by
+	// the lane while it copies the next ones: it must be quick and not call the engine.
+	// Objects of which something fails later were called for as well. May be nil.
+	Arrived func(i int)
 
 	done chan struct{}
 	// Of the lane.
@@ -58,10 +71,29 @@ type Transfer struct {
 
 // cursor is how far a transfer is cut into chunks.
 type cursor struct {
-	object  int
-	host    uint64 // bytes of Host
-	run     int
-	runByte uint64
+	object int
+	host   uint64 // bytes of Host
+	runCursor
+}
+
+// runCursor is a place in the runs of an object's blocks.
+type runCursor struct {
+	block, layer, run int
+	runByte           uint64
+}
+
+// next goes to the beginning of the next run.
+func (r *runCursor) next(l *Layout) {
+	r.runByte = 0
+	if r.run++; r.run < len(l.Layers[r.layer].Offsets) {
+		return
+	}
+	r.run = 0
+	if r.layer++; r.layer < len(l.Layers) {
+		return
+	}
+	r.layer = 0
+	r.block++
 }
 
 func (t *Transfer) cut() bool { return t.at.object == len(t.Objects) }
@@ -104,8 +136,8 @@ func (o *Object) wayOf(rule Rule, directRunBytes uint64) Way {
 	if rule == AlwaysStaged || o.Mapped == Bounced || o.SkipBytes != 0 || o.SizeBytes != uint64(len(o.Host)) {
 		return Staged
 	}
-	for _, r := range o.Runs {
-		if r.Bytes%o.PieceBytes != 0 || rule == Auto && r.Bytes < directRunBytes {
+	for i := range o.Layout.Layers {
+		if n := o.Layout.Layers[i].RunBytes; n%o.PieceBytes != 0 || rule == Auto && n < directRunBytes {
 			return Staged
 		}
 	}
@@ -154,7 +186,7 @@ func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunB
 			c.spans = append(c.spans, sp)
 		}
 		if full {
-			return true, false
+			return len(c.spans) > 0, false // without one the piece fits no chunk at all
 		}
 		t.at = cursor{object: t.at.object + 1}
 	}
@@ -168,24 +200,25 @@ func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tai
 	p := &s.Pieces[c.launch.Pieces]
 	*p = Piece{Stage: s.StageAddress + stage, Seed: obj.Seed, Bytes: uint32(n), First: uint32(c.launch.Fragments)} //nolint:gosec // bounded
 	from, to := max(at.host, obj.SkipBytes), min(at.host+n, obj.SkipBytes+obj.SizeBytes)
-	run, runByte, fragments := at.run, at.runByte, c.launch.Fragments
+	cur, fragments := at.runCursor, c.launch.Fragments
 	for b := from; b < to; {
-		r := &obj.Runs[run]
-		k := min(to-b, r.Bytes-runByte)
+		y := &obj.Layout.Layers[cur.layer]
+		address := y.Base + uint64(int64(obj.Blocks[cur.block])*y.StrideBytes+y.Offsets[cur.run]) + cur.runByte //nolint:gosec // checked at registration
+		k := min(to-b, y.RunBytes-cur.runByte)
 		if k == n { // the whole piece in one run
-			p.Address = r.Address + runByte
+			p.Address = address
 		} else {
 			if fragments == o.FragmentCount {
 				return false
 			}
 			s.Fragments[fragments] = Fragment{
-				Address: r.Address + runByte, Stage: s.StageAddress + stage + (b - at.host), Bytes: uint32(k), //nolint:gosec // bounded
+				Address: address, Stage: s.StageAddress + stage + (b - at.host), Bytes: uint32(k), //nolint:gosec // bounded
 			}
 			fragments++
 		}
 		b += k
-		if runByte += k; runByte == r.Bytes {
-			run, runByte = run+1, 0
+		if cur.runByte += k; cur.runByte == y.RunBytes {
+			cur.next(obj.Layout)
 		}
 	}
 	if p.Address == 0 {
@@ -203,7 +236,7 @@ func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tai
 		*tails++
 		p.Tail = uint32(*tails) //nolint:gosec // bounded
 	}
-	at.run, at.runByte = run, runByte
+	at.runCursor = cur
 	c.launch.Fragments = fragments
 	c.launch.Pieces++
 	return true

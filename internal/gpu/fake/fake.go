@@ -91,6 +91,16 @@ func (d *Device) Alloc(n int) []byte {
 	return b
 }
 
+// Free unmaps all that Alloc gave out. The device is not to be used any more.
+func (d *Device) Free() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, s := range d.mu.memory {
+		_ = unix.Munmap(s.mem)
+	}
+	d.mu.memory = nil
+}
+
 // Address is where memory lies.
 func Address(b []byte) uint64 { return addressOf(b) }
 
