@@ -37,7 +37,7 @@ var Version = func() string {
 type Client struct {
 	cfg       Config
 	log       *slog.Logger
-	clock     func() time.Duration // CLOCK_BOOTTIME
+	clock     func() time.Duration           // CLOCK_BOOTTIME
 	id        atomic.Pointer[base.SessionID] // drawn anew until an Open was answered
 	node      node.Identity
 	namespace base.NamespaceID
