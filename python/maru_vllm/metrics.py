@@ -38,7 +38,7 @@ class MaruStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types fo
             "mean load ms": round(1e3 * sum(loads) / len(loads), 2) if loads else 0.0,
             "failed loads": counters.get("loads|failed", 0),
             "stored MiB": round(total("store_bytes") / (1 << 20), 1),
-            "dropped chunks": counters.get("store_chunks|dropped", 0),
+            "chunks not stored": counters.get("store_chunks|dropped", 0) + counters.get("store_chunks|failed", 0),
             "prefill seconds saved": round(total("prefill_seconds_saved"), 3),
         }
 

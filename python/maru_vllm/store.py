@@ -61,7 +61,9 @@ def open_worker(
 def open_scheduler(settings: Settings, fields: dict[str, Any], piece: int, ranks: Ranks) -> ClientLookup:
     """Opens the session of a scheduler: metadata only (VL-02)."""
     namespace = Namespace(**fields)
-    client = Client(_config(settings, namespace, "scheduler", piece))
+    config = _config(settings, namespace, "scheduler", piece)
+    config.world_size = ranks.size  # the same for all sessions of an engine
+    client = Client(config)
     return ClientLookup(client, namespace.id(), ranks.size, ranks.replicas, settings.lookup_timeout_ms / 1000)
 
 
