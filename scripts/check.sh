@@ -43,6 +43,7 @@ lint() {
   step "staticcheck" "$STATICCHECK" -tags invariants ./...
   step "golangci-lint" "$GOLANGCI_LINT" run --allow-parallel-runners ./...
   step "generated code" bash scripts/generate.sh --check
+step "GPU kernels" bash scripts/ptx.sh --check
   step "shellcheck" shell_clean
   step "ruff and mypy" python_lint
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/cabi"
+	"github.com/xcena-dev/maru/internal/cabi/cabitest"
 )
 
 // memory is what a caller of the C ABI has: not of the Go heap.
@@ -170,5 +171,47 @@ func TestBatchRefusals(t *testing.T) {
 	}
 	if err := l.Load(h, &cabi.Batch{Keys: k, Ends: []uint64{1}, Runs: []cabi.Run{r}, Parents: make([]byte, 28)}, codes, 0); !errors.Is(err, base.ErrInvalid) {
 		t.Errorf("parents of a load: %v", err)
+	}
+}
+
+// TestDeviceLayouts: a device layout and its stream reach the client, and what does not
+// fit together is refused.
+func TestDeviceLayouts(t *testing.T) {
+	l := newLibrary(t)
+	h := open(t, l, map[string]any{"device_copy": "staged", "device_staging_bytes": 8 << 20})
+	mem := memory(t, 1<<12)
+	copy(mem, "0123456789abcdef")
+	layers := []cabi.Layer{{Base: uintptr(unsafe.Pointer(unsafe.SliceData(mem))), BlockStrideBytes: 16, RunBytes: 16, RunCount: 1}}
+	if _, err := l.DeviceInfo(h, nil); !errors.Is(err, base.ErrNotFound) {
+		t.Error(err)
+	}
+	layout, err := l.RegisterDeviceLayout(h, 0, layers, []int64{0}, 4)
+	if err != nil || layout>>56 != uint64(cabi.KindLayout) {
+		t.Fatalf("%#x %v", layout, err)
+	}
+	if n, err := l.DeviceInfo(h, make([]byte, 4096)); n == 0 || err != nil {
+		t.Error(n, err)
+	}
+	codes := make([]base.Code, 1)
+	b := &cabi.Batch{Keys: key(t, "k"), Ends: []uint64{1}, Layout: layout, Blocks: []uint32{0}, Stream: 77}
+	if err := l.Store(h, b, codes, 0); err != nil || codes[0] != base.CodeOK {
+		t.Fatalf("%v %v", codes, err)
+	}
+	b.Blocks = []uint32{3}
+	if err := l.Load(h, b, codes, 0); err != nil || codes[0] != base.CodeOK || string(mem[48:64]) != "0123456789abcdef" {
+		t.Fatalf("%v %v %q", codes, err, mem[48:64])
+	}
+	b.Stream = uint64(cabitest.CapturedStream)
+	if _, err := l.SubmitStore(h, b); !errors.Is(err, base.ErrUnsupported) {
+		t.Error(err)
+	}
+	if err := l.Store(h, &cabi.Batch{Keys: key(t, "r"), Ends: []uint64{1}, Runs: []cabi.Run{run(mem[:16])}, Stream: 1}, codes, 0); !errors.Is(err, base.ErrInvalid) {
+		t.Error(err)
+	}
+	if _, err := l.RegisterDeviceLayout(h, 5000, layers, []int64{0}, 4); !errors.Is(err, base.ErrInvalid) {
+		t.Error(err)
+	}
+	if _, err := cabi.ParseConfig([]byte(`{"server_address":"a:1","opaque":true,"device_copy":"fast"}`)); !errors.Is(err, base.ErrInvalid) {
+		t.Error(err)
 	}
 }

@@ -52,7 +52,7 @@ type Options struct {
 // Examine takes every look.
 func Examine(ctx context.Context, o Options) []Finding {
 	return []Finding{
-		kernel(), devices(o), sharedMemory(o), memory(o), memlock(), maps(o), ports(ctx), identity(o), pidNamespace(o),
+		kernel(), devices(o), sharedMemory(o), memory(o), memlock(), maps(o), ports(ctx), identity(o), pidNamespace(o), nvidia(o),
 	}
 }
 

@@ -238,3 +238,25 @@ func (l *lane) Wake() { C.mg_lane_wake(l.l) }
 func (l *lane) Close() error {
 	return failed(C.mg_lane_close(l.l), base.ErrFault, "closing the streams of a GPU")
 }
+
+// Alloc takes device memory, for benchmarks. Ownership: the caller's, until Release.
+func (d *Device) Alloc(size uint64) (uint64, error) {
+	var at C.uint64_t
+	if r := C.mg_alloc(d.d, C.size_t(size), &at); r.code != 0 {
+		return 0, failed(r, base.ErrLimit, "taking device memory")
+	}
+	return uint64(at), nil
+}
+
+// Release gives it back.
+func (d *Device) Release(address uint64) error {
+	return failed(C.mg_release(d.d, C.uint64_t(address)), base.ErrFault, "giving device memory back")
+}
+
+// CopyNow makes one copy between registered memory and the device, waits for it and says
+// how many seconds it took: what benchmarks compare with.
+func (d *Device) CopyNow(dir engine.Direction, address uint64, host []byte) (float64, error) {
+	var seconds C.double
+	r := C.mg_copy_now(d.d, C.int(dir), C.uint64_t(address), unsafe.Pointer(unsafe.SliceData(host)), C.size_t(len(host)), &seconds)
+	return float64(seconds), failed(r, base.ErrFault, "copying")
+}

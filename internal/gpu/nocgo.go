@@ -19,3 +19,18 @@ func Load() error {
 
 // Open refuses. Errors: ErrUnsupported.
 func (Driver) Open(int) (engine.Device, error) { return nil, Load() }
+
+// Device is never made.
+type Device struct{ engine.Device }
+
+// OpenDevice refuses. Errors: ErrUnsupported.
+func OpenDevice(int) (*Device, error) { return nil, Load() }
+
+// Alloc refuses, as the others.
+func (*Device) Alloc(uint64) (uint64, error) { return 0, Load() }
+
+// Release refuses.
+func (*Device) Release(uint64) error { return Load() }
+
+// CopyNow refuses.
+func (*Device) CopyNow(engine.Direction, uint64, []byte) (float64, error) { return 0, Load() }

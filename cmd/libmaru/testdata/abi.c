@@ -32,6 +32,7 @@ static int failures;
   X(maru_retrieve) X(maru_release_views) X(maru_pin) X(maru_unpin) X(maru_region_view)          \
   X(maru_release_region_view) X(maru_region_page_count) X(maru_region_page_bytes)               \
   X(maru_region_free_count) X(maru_owned_regions) X(maru_next_region) X(maru_register_layout)   \
+  X(maru_register_device_layout) X(maru_device_info)                                           \
   X(maru_unregister_layout) X(maru_store) X(maru_load) X(maru_submit_store) X(maru_submit_load) \
   X(maru_event_fd) X(maru_completed) X(maru_job_result)
 
@@ -150,6 +151,37 @@ static void round_trip(const char *server) {
     batch.struct_bytes--;
     CHECK(p_maru_load(h, &batch, codes, 0) == MARU_ERR_INVALID && strstr(text(), "struct_bytes") != NULL);
     batch.struct_bytes++;
+    /* a stream needs a device layout; a caller of an older header has no stream */
+    batch.stream = 1;
+    CHECK(p_maru_load(h, &batch, codes, 0) == MARU_ERR_INVALID && strstr(text(), "stream") != NULL);
+    batch.struct_bytes = offsetof(maru_batch, stream);
+    CHECK(p_maru_load(h, &batch, codes, 0) == MARU_OK && codes[0] == MARU_OK);
+    batch.struct_bytes = sizeof batch;
+    batch.stream = 0;
+    CHECK(p_maru_device_info(h, buf, sizeof buf, &needed) == MARU_ERR_NOT_FOUND);
+    {
+      static char tensor[4 * 16] __attribute__((aligned(16)));
+      maru_layer layer = {tensor, 16, 16, 1, 0};
+      int64_t offset = 0;
+      uint32_t block = 2;
+      maru_handle layout = 0;
+      maru_batch b = batch;
+      CHECK(p_maru_register_device_layout(h, 7, 1, &layer, &offset, 1, 4, &layout) == MARU_ERR_UNSUPPORTED);
+      CHECK(p_maru_register_device_layout(h, 4096, 1, &layer, &offset, 1, 4, &layout) == MARU_ERR_INVALID);
+      int32_t got = p_maru_register_device_layout(h, 0, 1, &layer, &offset, 1, 4, &layout);
+      /* The fake library has a device of host memory; a real one is not this tensor's. */
+      CHECK(got == MARU_OK || got == MARU_ERR_UNSUPPORTED || got == MARU_ERR_INVALID);
+      if (got == MARU_OK) {
+        CHECK(p_maru_device_info(h, buf, sizeof buf, &needed) == MARU_OK && strstr(buf, "driver_version") != NULL);
+        b.runs = NULL, b.offsets = NULL, b.layout = layout, b.blocks = &block, b.stream = 9;
+        batch_ends[0] = 1;
+        CHECK(p_maru_load(h, &b, codes, 0) == MARU_OK && codes[0] == MARU_ERR_INVALID); /* 16 bytes of 8 */
+        b.stream = 0xca;
+        CHECK(p_maru_submit_load(h, &b, &job) == MARU_ERR_UNSUPPORTED && strstr(text(), "captured") != NULL);
+        batch_ends[0] = 2;
+        CHECK(p_maru_unregister_layout(h, layout) == MARU_OK);
+      }
+    }
     batch.keys = NULL;
     CHECK(p_maru_load(h, &batch, codes, 0) == MARU_ERR_INVALID && strstr(text(), "keys is NULL") != NULL);
   }

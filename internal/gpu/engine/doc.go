@@ -31,5 +31,5 @@
 //	G5. After a failure no later chunk of the same transfer is started.
 //	G6. A lost device stays lost: every later transfer fails at once, with nothing started.
 //
-// Source: docs/rfcs/0007-gpu-copies.md.
+// Source: docs/rfcs/0008-gpu-copies.md.
 package engine
