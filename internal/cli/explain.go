@@ -59,7 +59,7 @@ type explainRecord struct {
 	Prefix      string           `json:"prefix"`
 	Unscheduled bool             `json:"unscheduled,omitempty"`
 	Done        bool             `json:"done"`
-	// Elsewhere names engines of other namespaces that stored this prefix.
+	// Elsewhere names engines of other namespaces that had stored this prefix.
 	Elsewhere []explainElsewhere `json:"elsewhere,omitempty"`
 
 	header *explainHeader
@@ -210,7 +210,7 @@ func (r *explainRecord) lookElsewhere(all []*explainRecord) {
 	}
 	seen := map[string]bool{}
 	for _, o := range all {
-		if o.Prefix != r.Prefix || o.Stored == 0 || o.Engine == r.Engine || seen[o.Engine] {
+		if o.Prefix != r.Prefix || o.Stored == 0 || o.Engine == r.Engine || o.Time > r.Time || seen[o.Engine] {
 			continue
 		}
 		if differs := differences(r.header.Namespace, o.header.Namespace); len(differs) > 0 {
@@ -292,7 +292,7 @@ func (r *explainRecord) print(w io.Writer) {
 		row("missed", r.Miss[reason], printable(reason)+": "+text)
 	}
 	for _, e := range r.Elsewhere {
-		_, _ = fmt.Fprintf(w, "           engine %s stored this prefix in another namespace: %s\n", printable(e.Engine), printable(strings.Join(e.Differs, "; ")))
+		_, _ = fmt.Fprintf(w, "           engine %s had stored this prefix in another namespace: %s\n", printable(e.Engine), printable(strings.Join(e.Differs, "; ")))
 	}
 	row("stored", r.Stored, "ordered to be stored since")
 }

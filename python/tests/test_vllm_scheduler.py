@@ -185,7 +185,7 @@ def test_every_rank_stores_and_loads_its_shard(monkeypatch: Any, model: Path, wo
     assert c.counters().get("loaded_tokens", 0) < 4 * CHUNK
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_traffic(monkeypatch: Any, model: Path, seed: int) -> None:
     """Shared prefixes, salts, aborts, preemption, lost and refused transfers, resets; every token's KV is checked."""
     rng = random.Random(1000 + seed)
