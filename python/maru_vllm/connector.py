@@ -96,13 +96,18 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
                 chunk_blocks=self._chunk_blocks,
                 min_hit_tokens=settings.min_hit_tokens,
                 worker_count=int(vllm_config.parallel_config.world_size),
-                rules=ContentRules(settings.lora_digests, settings.multimodal, span.extra_key_check()),
+                rules=ContentRules(
+                    settings.lora_digests,
+                    settings.multimodal and span.identifiers_are_content(vllm_config),
+                    span.extra_key_check(),
+                ),
+                waits=bool(vllm_config.cache_config.enable_prefix_caching),
                 lookup_timeout_s=settings.lookup_timeout_ms / 1000,
                 journal=self._journal.put if self._journal is not None else None,
             )
             logger.info("%s; node total of memory: %s", span.detect(KVConnectorBase_V1), _memory_line(settings, self._ranks))
         else:
-            rank = span.tensor_rank()
+            rank = span.tensor_rank(self._ranks.size)
             shard, replica = self._ranks.place(rank)
             # Ranks with the same KV share the work where each reads what another stored.
             stripe = self._ranks.replicas > 1 and settings.write_order == ("cxl",)
@@ -198,9 +203,17 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         return self._scheduler.request_finished(request), None
 
     def reset_cache(self) -> bool | None:
-        """Refused: the objects are other engines' too. `maru` deletes a namespace."""
-        logger.warning("reset of the connector's cache is refused: other engines use it; delete the namespace instead")
-        return False
+        """Nothing that was stored until now is read by this engine again, as after new weights.
+
+        The objects are other engines' too and stay. From here on this engine shares with
+        nobody: what it computes may be of weights that the namespace does not name.
+        """
+        assert self._scheduler is not None
+        self._scheduler.reset()
+        logger.warning(
+            "the connector's cache was reset: this engine reads and writes objects of its own alone until it is started again"
+        )
+        return True
 
     # -- worker role ------------------------------------------------------
 

@@ -15,7 +15,7 @@ from maru.keys import Extra, encode_extras
 
 __all__ = ["BYPASS_REASONS", "ContentRules", "bypass_reason", "chunk_extras", "salt_of"]
 
-BYPASS_REASONS = ("prompt_embeds", "lora", "multimodal", "streaming", "pooling", "unknown_content", "salt")
+BYPASS_REASONS = ("prompt_embeds", "lora", "multimodal", "streaming", "pooling", "unknown_content", "salt", "reset")
 """Why a request neither reads nor writes; labels of a metric."""
 
 _MAX_SALT_BYTES = 4096

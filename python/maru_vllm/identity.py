@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from maru.keys import fingerprint_config
@@ -87,7 +87,7 @@ def kv_shape(vllm_config: Any, kv_cache_config: Any) -> KVShape:
         )
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
-    if "FullAttention" not in kind and "MLA" not in kind:
+    if ("FullAttention" not in kind and "MLA" not in kind) or "SlidingWindow" in kind:
         raise Unsupported(f"KV cache of kind {kind}: only full attention is supported")
     page = getattr(spec, "unpadded_page_size_bytes", None) or getattr(spec, "real_page_size_bytes", None)
     layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
@@ -147,7 +147,7 @@ def namespace_fields(vllm_config: Any, shape: KVShape, *, weights: str, chunk_to
         "engine_format": ENGINE_FORMAT,
         "config": fingerprint_config(_clean(_to_dict(model.hf_config))),
         "overrides": _canonical(getattr(model, "hf_overrides", None)),
-        "quantization": str(getattr(model, "quantization", None) or ""),
+        "quantization": _quantization(model),
         "model_dtype": _name(getattr(model, "dtype", "")),
         "kv_dtype": shape.kv_dtype,
         "layout": shape.layout or span.device_layout(vllm_config),
@@ -193,6 +193,21 @@ def _clean(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return _name(value)
+
+
+def _quantization(model: Any) -> str:
+    """The method, and what was asked of it where the engine takes arguments (0.32): other arguments, other weights."""
+    method = str(getattr(model, "quantization", None) or "")
+    arguments = getattr(model, "quantization_config", None)
+    if not arguments:
+        return method
+    if is_dataclass(arguments) and not isinstance(arguments, type):
+        arguments = asdict(arguments)
+    elif callable(dump := getattr(arguments, "model_dump", None)):
+        arguments = dump()
+    elif not isinstance(arguments, Mapping):
+        arguments = {"text": repr(arguments)}
+    return f"{method}:{json.dumps(_clean(arguments), sort_keys=True, separators=(',', ':'))}"
 
 
 def _canonical(overrides: Any) -> str:

@@ -131,13 +131,15 @@ class ClientLookup:
         try:
             packed = keys()
             if time.monotonic() >= self._away_until:  # else it became so while this one waited
-                targets = self.client.targets()
+                targets, began = self.client.targets(), time.monotonic()
                 if len(targets) == 16 * self._world_size:
                     leading, verdicts = self._ask(packed, targets, lease_id(request_id))
                     reason = "not_stored"
                     if leading < len(verdicts) and verdicts[leading] & 3 == Verdict.PENDING:
                         reason = "pending"
-                    if not leading and not self.client.connected:
+                    # A server that hangs is a miss to the library until the session ends.
+                    hung = time.monotonic() - began >= self._timeout_s
+                    if not leading and (hung or not self.client.connected):
                         reason = "unreachable"
         finally:
             self._note(reason == "unreachable")

@@ -24,6 +24,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from array import array
 from collections import OrderedDict
@@ -110,6 +111,7 @@ class _Request:
     bad_from: int | None = None  # first chunk of it that failed, counted from its own
     marks: list[bytes] = field(default_factory=list)  # its keys in _loading (S4)
     waits_since: float | None = None
+    judged: tuple[int, bool] | None = None  # external tokens, and whether they are worth a load
     known: int = 0  # leading chunks that Maru has: loaded, or stored by this request
     next_store: int = 0  # tokens that must be final before there is something to do
     stores: int = 0  # orders not reported back, times workers
@@ -123,7 +125,8 @@ class SchedulerRole:
     block_tokens: tokens of an engine block. chunk_blocks: blocks of an object.
     worker_count: every worker reports each store order. min_hit_tokens: None learns
     it. lookup_timeout_s: a lookup without an answer is a miss. journal: takes a record
-    of each request. clock: seconds, monotonic.
+    of each request. waits: a request waits while another loads its prefix; of no use
+    in an engine without a prefix cache of its own. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class SchedulerRole:
         rules: ContentRules | None = None,
         lookup_timeout_s: float = 2.0,
         journal: Callable[[dict[str, Any]], None] | None = None,
+        waits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lookup = lookup
@@ -147,7 +151,9 @@ class SchedulerRole:
         self._rules = rules or ContentRules()
         self._timeout_s = lookup_timeout_s
         self._journal = journal
+        self._waits = waits
         self._clock = clock
+        self._generation = b""  # of a reset; part of every salt after it
         self.cost = CostModel(min_hit_tokens)
         self.tally = Tally()
         self._requests: dict[str, _Request] = {}
@@ -171,12 +177,28 @@ class SchedulerRole:
         state = self._requests.get(request.request_id)
         if state is None:
             reason = bypass_reason(request, self._rules)
-            chain = None if reason else self._lookup.new_chain(salt_of(request), self._chunk_tokens)
+            chain = None if reason else self._new_chain(request)
             state = _Request(request, reason, chain, next_store=self._chunk_tokens)
             if reason is not None:
                 self.tally.add("bypassed_requests", label=reason)
             self._requests[request.request_id] = state
         return state
+
+    def _new_chain(self, request: Any) -> PrefixChain:
+        return self._lookup.new_chain(self._generation + salt_of(request), self._chunk_tokens)
+
+    def reset(self) -> None:
+        """Nothing that is stored now is offered again, and nothing that is computed until now is stored.
+
+        Requests that live go on without the cache: their KV may be of both sides of the
+        reset. Later ones have keys of their own.
+        """
+        self._generation = b"maru-reset-v1" + os.urandom(16)
+        for state in self._requests.values():
+            if state.chain is not None:
+                self._unmark(state)
+                state.chain, state.bypass = None, "reset"
+                self.tally.add("bypassed_requests", label="reset")
 
     def _extend_chain(self, state: _Request, tokens: int) -> None:
         """Hashes the whole chunks of the first `tokens` tokens; incremental."""
@@ -250,13 +272,16 @@ class SchedulerRole:
             if self._clock() - state.asked_at < self._timeout_s:
                 return None, False
             if state.shared:
-                state.chain = self._lookup.new_chain(salt_of(request), self._chunk_tokens)
+                state.chain = self._new_chain(request)
             state.lookup, state.shared = _TIMED_OUT, False
         self._answer(state)
         external = min(self._offer(state) * self._chunk_tokens, most) - num_computed_tokens
         if external < self._block_tokens:
             return 0, False
-        if not self.cost.worth(external):
+        if state.judged is None or state.judged[0] != external:
+            # Once for a hit: a request that waits for room is asked again each step.
+            state.judged = external, self.cost.worth(external)
+        if not state.judged[1]:
             state.record["reason"] = "not_worth"
             return 0, False
         if self._other_loads(state, request.request_id, num_computed_tokens):
@@ -266,7 +291,9 @@ class SchedulerRole:
     def _other_loads(self, state: _Request, request_id: str, local_tokens: int) -> bool:
         """Whether another request is loading the next chunk, and it is still worth waiting for it (S4)."""
         assert state.chain is not None
-        if not self._loading or self._loading.get(state.chain.key(local_tokens // self._chunk_tokens), request_id) == request_id:
+        if not self._waits or not self._loading:
+            return False
+        if self._loading.get(state.chain.key(local_tokens // self._chunk_tokens), request_id) == request_id:
             return False
         now = self._clock()
         if state.waits_since is None:
@@ -339,6 +366,7 @@ class SchedulerRole:
             if state is not None:
                 # It is asked for again from its first token, maybe much later.
                 self._unmark(state)
+                state.judged = state.waits_since = None
                 if state.lookup is not None and state.lookup.done():
                     state.lookup, state.looked_up = None, 0
         total = 0
@@ -555,7 +583,9 @@ class SchedulerRole:
             state.record.update(request=request.request_id, time=time.time(), prompt=request.num_tokens, unscheduled=True)
         state.record["done"] = True
         self._write(state)
-        if state.stores <= 0:
+        if state.stores <= 0 or state.load is not None:
+            # With a load under way its stores are of blocks that a preemption took, after
+            # their copies; the engine holds the new blocks until the load is reported.
             return False
         self._held[request.request_id] = state.stores
         self._finishing.append(request.request_id)

@@ -100,10 +100,17 @@ def detect(base: type) -> Features:
 
 
 def extra_key_check() -> Callable[[Any], bool]:
-    """Whether the engine keeps a request's blocks apart by something unknown; always False where it does not say."""
+    """Whether the engine keeps a request's blocks apart by something unknown; always False where it does not say.
+
+    Releases that do not tag their keys (before 0.32) do not: an identifier would be
+    taken for a tag.
+    """
     try:
+        from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys as generate
     except ImportError:
+        return lambda request: False
+    if not hasattr(kv_cache_utils, "to_event_extra_keys"):
         return lambda request: False
     if len(inspect.signature(generate).parameters) != 4:
         return lambda request: False
@@ -117,14 +124,32 @@ def extra_key_check() -> Callable[[Any], bool]:
     return unknown
 
 
-def tensor_rank() -> int:
-    """This worker's tensor parallel rank; 0 where the engine has no groups yet."""
+def identifiers_are_content(vllm_config: Any) -> bool:
+    """Whether the engine's identifier of a multimodal input is a digest of it.
+
+    Without a processor cache and without prefix caching the engine numbers the inputs
+    of a process instead: another input has the same number in the next process.
+    """
+    model = vllm_config.model_config
+    config = getattr(model, "multimodal_config", None) or model
+    size = getattr(config, "mm_processor_cache_gb", None)
+    return bool(size) or bool(getattr(vllm_config.cache_config, "enable_prefix_caching", False))
+
+
+def tensor_rank(size: int) -> int:
+    """This worker's tensor parallel rank of `size`.
+
+    Raises RuntimeError where the engine has no groups yet: ranks that take each other's
+    place would share keys of different KV.
+    """
+    if size == 1:
+        return 0
     try:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         return int(get_tensor_model_parallel_rank())
-    except (ImportError, AssertionError):
-        return 0
+    except (ImportError, AssertionError) as e:
+        raise RuntimeError(f"one of {size} tensor parallel ranks does not know which one it is") from e
 
 
 def current_stream(device: str) -> Callable[[], int]:

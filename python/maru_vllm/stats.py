@@ -57,7 +57,7 @@ METRICS: dict[str, Metric] = {
         "counter",
         "Requests that neither read nor write",
         "reason",
-        ("prompt_embeds", "lora", "multimodal", "streaming", "pooling", "unknown_content", "salt"),
+        ("prompt_embeds", "lora", "multimodal", "streaming", "pooling", "unknown_content", "salt", "reset"),
     ),
     "loads": Metric("counter", "Loads of requests that ended", "outcome", ("ok", "failed")),
     "loaded_tokens": Metric("counter", "Tokens that were loaded"),

@@ -191,7 +191,12 @@ class WorkerRole:
     # -- loads ------------------------------------------------------------
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Submits the loads of the step, as far as the budget goes, and returns."""
+        """Submits the loads of the step, as far as the budget goes, and returns.
+
+        This runs in every step; start_stores does not in steps without tokens (0.26), and
+        a request may end in the last step that has some. Its stores came with earlier ones.
+        """
+        self._finishing.update(orders.finishing)
         now = self._clock()
         for order in orders.loads:
             self._load_queue.append(
@@ -322,7 +327,6 @@ class WorkerRole:
                 "engine; raise maru_copy_threads or maru_store_inflight_size",
                 self._budgets.waiting_bytes,
             )
-        self._finishing.update(orders.finishing)
         if not self._async_store:
             ids = [s.request_id for s in orders.stores]
             while any(r in self._storing for r in ids):

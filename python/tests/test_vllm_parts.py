@@ -426,7 +426,7 @@ def test_stores_under_pressure_are_dropped_and_counted() -> None:
     for r in "abc":
         w.start_stores(StepOrders(stores=[BlockStore(r, chunks(3), bytes(84), list(range(6)))]))
     assert w.counters.dropped == 6, "the newest of them"
-    w.start_stores(StepOrders(finishing=["b", "c"]))
+    w.start_loads(StepOrders(finishing=["b", "c"]))
     assert w.finished()[0] == {"b", "c"}, "what is dropped holds no blocks"
     for _ in range(6):
         t.done = list(t.jobs)

@@ -392,7 +392,7 @@ def test_sent_is_reported_once_and_only_when_the_stores_ended() -> None:
     t = FakeTransfers()
     w = make_worker(t)
     w.start_stores(a_store())
-    w.start_stores(StepOrders(finishing=["a"]))
+    w.start_loads(StepOrders(finishing=["a"]))
     assert w.finished() == (set(), set())
     t.done = [1]
     assert w.finished() == ({"a"}, set())
@@ -405,7 +405,7 @@ def test_a_dropped_store_frees_its_request() -> None:
     t.refuse = True
     w = make_worker(t)
     w.start_stores(a_store())
-    w.start_stores(StepOrders(finishing=["a"]))
+    w.start_loads(StepOrders(finishing=["a"]))
     assert w.finished() == ({"a"}, set())
     assert w.report() == StepReport({"a": 1}) and w.counters.dropped == 1
 
