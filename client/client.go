@@ -329,22 +329,32 @@ func (c *Client) leave() {
 	}
 }
 
-// beginClose refuses new calls and waits for those that run. It returns false when
-// another Close was first; that one has ended then.
-func (c *Client) beginClose() bool {
+// beginClose refuses new calls and waits for those that run, with a device at most until
+// ctx ends: idle is false then. It returns first false when another Close was first; that
+// one has ended then.
+func (c *Client) beginClose(ctx context.Context) (first, idle bool) {
 	c.closing.Lock()
 	if c.closing.state != isOpen {
 		c.closing.Unlock()
 		<-c.closing.done
-		return false
+		return false, true
 	}
 	c.closing.state = isClosing
 	running := c.closing.calls > 0
 	c.closing.Unlock()
-	if running {
-		<-c.closing.idle
+	if !running {
+		return true, true
 	}
-	return true
+	var bound <-chan struct{}
+	if c.device.Load() != nil { // it may wait for a stream of the engine, which nobody bounds
+		bound = ctx.Done()
+	}
+	select {
+	case <-c.closing.idle:
+		return true, true
+	case <-bound:
+		return true, false
+	}
 }
 
 // Close ends the session: drained, or LEFT while views are out; then the mappings of
@@ -352,11 +362,14 @@ func (c *Client) beginClose() bool {
 // are finished first. It is idempotent; ctx bounds how long jobs are waited for and how
 // long the server is told. The session has ended here also when it returns an error.
 func (c *Client) Close(ctx context.Context) error {
-	if !c.beginClose() {
+	first, idle := c.beginClose(ctx)
+	if !first {
 		return nil
 	}
 	defer close(c.closing.done)
-	c.transfers.drain(ctx)
+	if drained := c.transfers.drain(ctx); c.device.Load() != nil && !(idle && drained) {
+		return c.leaveDevice(ctx)
+	}
 	c.mu.Lock()
 	c.mu.core.UnpinAll()
 	views, _ := c.mu.core.Views()

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/bits"
 	"sync"
 	"sync/atomic"
 
+	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/gpu/engine"
 	"github.com/xcena-dev/maru/internal/media/mapping"
@@ -33,6 +35,7 @@ type device struct {
 		maps []*mapped // to be registered; [0] is at work
 	}
 	bounceSaid atomic.Bool
+	stuck      atomic.Bool // the device was lost while it copied to a page
 }
 
 // RegisterDeviceLayout makes a layout known whose tensors lie in the memory of a GPU. The
@@ -111,6 +114,10 @@ func (d *device) check(l *layout, piece uint64) error {
 			if off%engine.AlignBytes != 0 {
 				return fmt.Errorf("%w: layer %d: offset %d must be a multiple of %d on a GPU", base.ErrUnsupported, i, off, engine.AlignBytes)
 			}
+			if hi, span := bits.Mul64(uint64(l.BlockCount-1), magnitude(y.BlockStrideBytes)); hi != 0 || span > maxAddress ||
+				magnitude(off) > maxAddress || uint64(y.Base) > maxAddress || y.RunBytes > maxAddress {
+				return fmt.Errorf("%w: layer %d: offset %d, stride %d, %d blocks leave the address space", base.ErrInvalid, i, off, y.BlockStrideBytes, l.BlockCount)
+			}
 			first := int64(y.Base) + off //nolint:gosec // an address
 			last := first + int64(l.BlockCount-1)*y.BlockStrideBytes
 			if last < first {
@@ -127,8 +134,19 @@ func (d *device) check(l *layout, piece uint64) error {
 	return nil
 }
 
+// maxAddress bounds addresses of a process, and so everything that is added to one.
+const maxAddress = 1 << 57
+
+func magnitude(n int64) uint64 {
+	if n < 0 {
+		return -uint64(n) //nolint:gosec // also of the least
+	}
+	return uint64(n)
+}
+
 // onDeviceRuns is the layout as the engine reads it.
 func (l *layout) onDeviceRuns() (out engine.Layout) {
+	out.BlockCount = l.BlockCount
 	for i := range l.Layers {
 		y := &l.Layers[i]
 		out.Layers = append(out.Layers, engine.Layer{
@@ -243,7 +261,10 @@ func (c *Client) register(d *device, m *mapped) {
 	if m.mapping.Access() == mapping.ReadOnly {
 		access = engine.ReadOnly
 	}
-	r, err := d.engine.Register(m.mapping.Bytes(), m.info.PageBytes, access)
+	r, err := d.engine.Register(c.ctx, m.mapping.Bytes(), m.info.PageBytes, access)
+	if errors.Is(err, context.Canceled) {
+		return
+	}
 	d.regions.byMapping[m.mapping] = r
 	if err != nil {
 		if !d.bounceSaid.Swap(true) {
@@ -273,8 +294,8 @@ func (c *Client) unregister(m *mapped) error {
 	d.queue.Unlock()
 	d.regions.Lock()
 	defer d.regions.Unlock()
-	r, known := d.regions.byMapping[m.mapping]
-	if !known && waiting {
+	r := d.regions.byMapping[m.mapping]
+	if waiting {
 		d.regions.gone[m.mapping] = struct{}{}
 	}
 	delete(d.regions.byMapping, m.mapping)
@@ -299,11 +320,30 @@ func (c *Client) closeDevice() bool {
 	if err != nil {
 		c.log.Error("leaving the GPU failed; memory that it may reach stays mapped", "error", err)
 	}
-	stuck := false
-	for _, m := range *c.maps.Load() {
-		stuck = stuck || m.stuck.Load()
+	return err == nil && !d.stuck.Load()
+}
+
+// leaveDevice is the end of Close while copies of the device still run, or wait for a
+// stream of the engine that does not get on: nothing is unmapped or unregistered, their
+// goroutines stay until they end, and the session closes as LEFT. The end of the process
+// is what proves that the device writes no more.
+func (c *Client) leaveDevice(ctx context.Context) error {
+	c.mu.Lock()
+	c.mu.core.UnpinAll()
+	c.mu.core.Leave()
+	c.mu.Unlock()
+	c.cancel()
+	c.wg.Wait()
+	if l := c.link.Load(); l != nil && !l.over.Load() {
+		if err := c.say(context.WithoutCancel(ctx), l, &maruv1.CloseRequest{Left: true}); err != nil {
+			c.log.Warn("the server was not told that this session ends; it finds out when the process does", "error", err)
+		}
+		l.close()
 	}
-	return err == nil && !stuck
+	c.manager.close()
+	_ = c.conn.Close()
+	return fmt.Errorf("%w: copies of GPU %d still run, or wait for a stream of the engine: their memory stays mapped until the process ends",
+		base.ErrTimeout, c.device.Load().ordinal)
 }
 
 // reached is how the device reaches an object's page.
@@ -317,6 +357,9 @@ func (m *mapped) reached(b []byte) engine.Mapped {
 // keepStuck notes that a lost device may still write to a region: it is never unmapped
 // and never given back while this process lives.
 func (c *Client) keepStuck(m *mapped) {
+	if d := c.device.Load(); d != nil {
+		d.stuck.Store(true)
+	}
 	if !m.stuck.Swap(true) {
 		c.log.Error("the GPU was lost while it copied to a region; its pages in the making stay quarantined until this process ends", "region", m.info.ID)
 	}

@@ -89,6 +89,10 @@ func (c *Client) saveOnDevice(s *storeWork, a *after) {
 			continue
 		}
 		t.code, t.end = base.CodeFault, pageUnused
+		if o.Faulted {
+			t.end = pageFaults
+			continue
+		}
 		if o.Running {
 			t.end = pageFaults
 			c.keepStuck(c.region(t.ref.Region))
@@ -177,6 +181,10 @@ func (c *Client) loadOnDevice(s *loadWork, a *after) {
 	for k, i := range d.tasks {
 		if o := &d.transfer.Objects[k]; err != nil || o.Err != nil {
 			s.tasks[i].code = base.CodeMiss
+			if o.Faulted {
+				s.tasks[i].code = base.CodeFault
+				continue
+			}
 			c.deviceFailed(engine.Load, err, o.Err)
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -297,5 +298,73 @@ func TestDeviceUnregistersBeforeUnmap(t *testing.T) {
 	eventually(t, "it is unregistered", func() bool { return gpu.RegisteredCount() < n })
 	if err := errors.Join(d.Close(context.Background()), gpu.Idle()); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestDeviceCloseIsBounded: a job behind a stream that does not get on keeps its memory,
+// not the caller.
+func TestDeviceCloseIsBounded(t *testing.T) {
+	f, gpu := startFake(t), fakegpu.New()
+	d := newDeviceClient(t, f, gpu, nil)
+	registered(t, d.Client)
+	m := d.region(d.OwnedRegions()[0])
+	release := gpu.Hold(3)
+	if _, err := d.SubmitStoreAfter([]StoreItem{{Key: key(1), Layout: d.layout, Blocks: []uint32{7, 8}}}, 3); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the copy waits", func() bool { return gpu.Launches() > 0 })
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := d.Close(ctx); !errors.Is(err, base.ErrTimeout) {
+		t.Fatal(err)
+	}
+	f.mu.Lock()
+	if n := len(f.mu.closes); n != 1 || !f.mu.closes[0].GetLeft() {
+		t.Errorf("the session closed with %v", f.mu.closes)
+	}
+	f.mu.Unlock()
+	if m.mapping.Bytes() == nil || gpu.RegisteredCount() == 0 {
+		t.Error("memory under a copy was unmapped or unregistered")
+	}
+	// What the end of the process does.
+	release()
+	eventually(t, "the job ends", func() bool { return d.transfers.drain(t.Context()) })
+	d.transfers.stop()
+	if !d.closeDevice() {
+		t.Error("the device does not close")
+	}
+	if err := errors.Join(m.mapping.Unmap(), gpu.Idle()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestDeviceFaultingPage: a bounced page whose memory faults is quarantined alone.
+func TestDeviceFaultingPage(t *testing.T) {
+	f, gpu := startFake(t), fakegpu.New()
+	gpu.Faults.Register = func([]byte) error { return fmt.Errorf("%w: a file on a disk", base.ErrUnsupported) }
+	d := newDeviceClient(t, f, gpu, nil)
+	m := d.region(d.OwnedRegions()[0])
+	eventually(t, "it is refused", func() bool { _, n, _ := d.DeviceInfo(); return n.RefusedBytes > 0 })
+	want(t, "store", d.store(1, 1, 2), base.CodeOK)
+	want(t, "store", d.store(2, 1, 2), base.CodeOK)
+	// The file is cut behind the first page.
+	if err := os.Truncate(f.path, int64(2<<20+m.info.PageBytes)&^4095); err != nil {
+		t.Fatal(err)
+	}
+	codes := make([]base.Code, 2)
+	load := []LoadItem{{Key: key(1), Layout: d.layout, Blocks: []uint32{5, 6}}, {Key: key(2), Layout: d.layout, Blocks: []uint32{7, 8}}}
+	if err := d.Load(t.Context(), load, codes); err != nil {
+		t.Fatal(err)
+	}
+	if codes[0] != base.CodeOK || codes[1] != base.CodeFault {
+		t.Errorf("%v", codes)
+	}
+	quarantined := d.Stats().PagesQuarantined
+	want(t, "store into a page that faults", d.store(3, 1, 2), base.CodeFault)
+	if n := d.Stats().PagesQuarantined; n != quarantined+1 {
+		t.Errorf("%d pages are quarantined, %d before", n, quarantined)
+	}
+	if _, n, _ := d.DeviceInfo(); n.Lost {
+		t.Error("the device is lost")
 	}
 }

@@ -140,8 +140,8 @@ func (t *transfers) signalLocked() {
 	_, _ = unix.Write(t.event, one[:]) // full means readable already
 }
 
-// drain waits until every submitted job is done, or ctx is.
-func (t *transfers) drain(ctx context.Context) {
+// drain waits until every submitted job is done, or ctx is: it returns false then.
+func (t *transfers) drain(ctx context.Context) bool {
 	t.mu.Lock()
 	t.mu.stopped = true
 	var wait chan struct{}
@@ -151,11 +151,13 @@ func (t *transfers) drain(ctx context.Context) {
 	}
 	t.mu.Unlock()
 	if wait == nil {
-		return
+		return true
 	}
 	select {
 	case <-wait:
+		return true
 	case <-ctx.Done():
+		return false
 	}
 }
 

@@ -54,7 +54,7 @@ func copyBench(ctx context.Context, o Options) (_ *Report, err error) {
 	if err != nil {
 		return nil, err
 	}
-	reg, err := e.Register(pool, copyObjectBytes, engine.ReadWrite)
+	reg, err := e.Register(ctx, pool, copyObjectBytes, engine.ReadWrite)
 	if err != nil {
 		return nil, errors.Join(err, unix.Munmap(pool))
 	}
@@ -83,8 +83,8 @@ func copyBench(ctx context.Context, o Options) (_ *Report, err error) {
 
 // copyRow measures one direction and run size.
 func copyRow(dev *gpu.Device, e *engine.Engine, dir engine.Direction, run, total uint64, rounds int, blocks uint64, pool []byte) (*Row, error) {
-	layout := &engine.Layout{Layers: []engine.Layer{{Base: blocks, StrideBytes: int64(run), RunBytes: run, Offsets: []int64{0}}}} //nolint:gosec // a constant
-	order := rand.Perm(int(2 * total / run))                                                                                      //nolint:gosec // a constant
+	layout := &engine.Layout{BlockCount: uint32(2 * total / run), Layers: []engine.Layer{{Base: blocks, StrideBytes: int64(run), RunBytes: run, Offsets: []int64{0}}}} //nolint:gosec // a constant
+	order := rand.Perm(int(2 * total / run))                                                                                                                           //nolint:gosec // a constant
 	t := &engine.Transfer{Direction: dir}
 	for i := uint64(0); i < total/copyObjectBytes; i++ {
 		var ids []uint32

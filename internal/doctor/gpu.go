@@ -3,7 +3,6 @@ package doctor
 import (
 	"fmt"
 	"os"
-	"path/filepath"
 	"strings"
 
 	"github.com/xcena-dev/maru/internal/gpu"
@@ -19,7 +18,7 @@ func nvidia(o Options) Finding {
 	}
 	f.Found, _, _ = strings.Cut(strings.TrimSpace(string(version)), "\n")
 	f.Found = strings.TrimPrefix(f.Found, "NVRM version: ")
-	if control := mpsControl(o); control != "" {
+	if control := gpu.MPSControl(o.Root); control != "" {
 		f.Status = Bad
 		f.Found += fmt.Sprintf("; CUDA MPS runs (%s)", control)
 		f.Cure = "under MPS another process owns the copies, and nobody can prove that they have ended: engines with Maru refuse it; stop it by `echo quit | nvidia-cuda-mps-control`"
@@ -33,18 +32,4 @@ func nvidia(o Options) Finding {
 	}
 	f.Found += "; pools on dax devices, hugetlbfs and tmpfs are registered, one in a file on a disk goes through a bounce buffer"
 	return f
-}
-
-// mpsControl finds the pipe of an MPS daemon, where it is by default or where the
-// environment says.
-func mpsControl(o Options) string {
-	dir := os.Getenv("CUDA_MPS_PIPE_DIRECTORY")
-	if dir == "" {
-		dir = o.path(filepath.Join(os.TempDir(), "nvidia-mps"))
-	}
-	control := filepath.Join(dir, "control")
-	if _, err := os.Stat(control); err != nil {
-		return ""
-	}
-	return control
 }

@@ -91,7 +91,11 @@ func OpenDevice(ordinal int) (*Device, error) {
 	defer C.free(text)
 	var info C.mg_info
 	d := &Device{}
-	r := C.mg_open(C.int(ordinal), (*C.char)(text), &d.d, &info)
+	pipe := C.int(0)
+	if MPSControl("") != "" {
+		pipe = 1
+	}
+	r := C.mg_open(C.int(ordinal), (*C.char)(text), pipe, &d.d, &info)
 	if r.code != 0 {
 		return nil, failed(r, base.ErrUnsupported, fmt.Sprintf("opening GPU %d", ordinal))
 	}
@@ -232,6 +236,8 @@ func (l *lane) Wait(i int, limit time.Duration) (bool, error) {
 	r := C.mg_lane_wait(l.l, C.int(i), C.int(limit.Microseconds()), &done)
 	return done != 0, failed(r, base.ErrFault, "waiting for a copy")
 }
+
+func (l *lane) Settle(i int) bool { return C.mg_lane_settle(l.l, C.int(i)) != 0 }
 
 func (l *lane) Wake() { C.mg_lane_wake(l.l) }
 

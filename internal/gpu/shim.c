@@ -61,6 +61,7 @@ enum {
   F(cuStreamCreate, (void **, unsigned))                                                                              \
   F(cuStreamDestroy, (void *))                                                                                        \
   F(cuStreamSynchronize, (void *))                                                                                    \
+  F(cuStreamQuery, (void *))                                                                                    \
   F(cuStreamIsCapturing, (void *, int *))                                                                             \
   F(cuStreamWaitEvent, (void *, void *, unsigned))                                                                    \
   F(cuEventCreate, (void **, unsigned))                                                                               \
@@ -167,7 +168,7 @@ static void leave(guard *g) {
     }                                              \
   } while (0)
 
-mg_result mg_open(int ordinal, const char *ptx, mg_device **out, mg_info *info) {
+mg_result mg_open(int ordinal, const char *ptx, int mps_pipe, mg_device **out, mg_info *info) {
   static const char *names[3] = {"maru_pack", "maru_unpack", "maru_hash"};
   mg_result r = fine;
   guard g;
@@ -185,8 +186,12 @@ mg_result mg_open(int ordinal, const char *ptx, mg_device **out, mg_info *info) 
   info->batch_copy = batch_12 != NULL || batch_13 != NULL;
   TRY(cuDeviceGetAttribute, &info->register_supported, 99, d->device);
   TRY(cuDeviceGetAttribute, &info->register_read_only_supported, 113, d->device);
-  if (cuDeviceGetAttribute(&info->mps, 133, d->device)) info->mps = 0; /* unknown to drivers before 12.3 */
-  if (info->mps) goto out;
+  if (cuDeviceGetAttribute(&info->mps, 133, d->device)) info->mps = MG_MPS_UNKNOWN;
+  if (info->mps && (info->mps != MG_MPS_UNKNOWN || mps_pipe)) {
+    info->mps = 1;
+    goto out;
+  }
+  info->mps = 0;
   TRY(cuDevicePrimaryCtxRetain, &d->context, d->device);
   r = enter(d, &g);
   if (r.code) goto out;
@@ -296,6 +301,12 @@ mg_result mg_record(mg_device *d, uint64_t stream, uint64_t *event) {
   if (e == NULL) TRY(cuEventCreate, &e, NO_TIMING);
   /* Stream 0 is the default stream of the context that was pushed. */
   TRY(cuEventRecord, e, s);
+  /* Another thread may have begun a capture in between: the event is the graph's then. */
+  code = cuStreamIsCapturing(s, &capturing);
+  if (capturing || (code >= CAPTURE_FIRST && code <= CAPTURE_LAST)) {
+    r = fails("cuStreamIsCapturing", MG_CAPTURING);
+    goto out;
+  }
   *event = (uint64_t)(uintptr_t)e;
   e = NULL;
 out:
@@ -555,10 +566,10 @@ out:;
 mg_result mg_lane_wait(mg_lane *l, int i, int limit_us, int *done) {
   struct slot *s = &l->slots[i];
   *done = 0;
-  if (s->unknown) return fails("cuEventRecord", s->unknown);
   const double until = now() + limit_us * 1e-6;
   for (int n = 0;; n++) {
-    int code = cuEventQuery(s->done);
+    /* The stream itself, when its end could not be marked. */
+    int code = s->unknown ? cuStreamQuery(s->stream) : cuEventQuery(s->done);
     if (code == 0) return *done = 1, fine;
     if (code != NOT_READY) return fails("cuEventQuery", code);
     if (atomic_exchange(&l->wake, 0) || now() >= until) return fine;
@@ -567,5 +578,7 @@ mg_result mg_lane_wait(mg_lane *l, int i, int limit_us, int *done) {
     nanosleep(&nap, NULL);
   }
 }
+
+int mg_lane_settle(mg_lane *l, int i) { return cuStreamSynchronize(l->slots[i].stream) == 0; }
 
 void mg_lane_wake(mg_lane *l) { atomic_store(&l->wake, 1); }

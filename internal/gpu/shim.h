@@ -38,13 +38,14 @@ typedef struct mg_slot {
 } mg_slot;
 
 enum { MG_PIECE_BYTES = 40, MG_FRAGMENT_BYTES = 24, MG_TAIL_BYTES = 256, MG_TAILS = 1024 };
-enum { MG_NO_LIBRARY = -1, MG_OLD_DRIVER = -2, MG_NO_MEMORY = -3, MG_CAPTURING = -4 };
+enum { MG_NO_LIBRARY = -1, MG_OLD_DRIVER = -2, MG_NO_MEMORY = -3, MG_CAPTURING = -4, MG_MPS_UNKNOWN = 2 };
 
 /* Finds the library. text gets the reason when there is none. */
 mg_result mg_load(char *text, size_t n);
 const char *mg_name(int code);
 
-mg_result mg_open(int ordinal, const char *ptx, mg_device **out, mg_info *info);
+/* mps_pipe: an MPS daemon's pipe was found. It decides where the driver does not know. */
+mg_result mg_open(int ordinal, const char *ptx, int mps_pipe, mg_device **out, mg_info *info);
 mg_result mg_close(mg_device *d);
 /* The allocation that an address of this device lies in. */
 mg_result mg_range(mg_device *d, uint64_t address, int *is_device, uint64_t *start, uint64_t *bytes);
@@ -67,6 +68,8 @@ mg_result mg_lane_bounce(mg_lane *l, int i, void **p);
 mg_result mg_lane_launch(mg_lane *l, int i, int load, int direct, uint64_t after, int pieces, int copies, int *started);
 /* done: 1 when the slot's work has ended. */
 mg_result mg_lane_wait(mg_lane *l, int i, int limit_us, int *done);
+/* Waits for the slot's stream; 1 when nothing of it runs. */
+int mg_lane_settle(mg_lane *l, int i);
 void mg_lane_wake(mg_lane *l);
 
 #endif

@@ -106,6 +106,9 @@ type Lane interface {
 	// Wait naps until a slot is done, Wake was called or the limit is over. Errors:
 	// ErrFault: the device is lost, and nobody knows what still runs.
 	Wait(i int, limit time.Duration) (done bool, err error)
+	// Settle, after a Wait has failed, waits until nothing of a slot runs. It returns false
+	// when the device does not say.
+	Settle(i int) bool
 	// Wake ends a Wait, the running one or the next.
 	Wake()
 	// Close waits for what runs, as far as the device answers, and gives all back.

@@ -116,13 +116,16 @@ func Open(d Device, cfg Config) (*Engine, error) {
 		if err != nil {
 			break
 		}
-		e.lanes[dir], err = e.startLane(LaneOptions{
+		e.lanes[dir], err = e.newLane(LaneOptions{
 			SlotCount: slotCount, StageBytes: e.cfg.StagingBytes / slotCount &^ (stageAlignBytes - 1), PieceCount: pieceCount,
 			FragmentCount: fragmentCount, CopyCount: copyCount, BlockCount: blocks,
 		})
 	}
 	if err != nil {
 		return nil, errors.Join(err, e.Close())
+	}
+	for _, l := range e.lanes {
+		l.start()
 	}
 	return e, nil
 }
@@ -161,13 +164,7 @@ func (e *Engine) Lost() error {
 }
 
 func (e *Engine) lose(err error) {
-	if e.lost.CompareAndSwap(nil, &err) {
-		for _, l := range e.lanes {
-			if l != nil {
-				l.port.Wake()
-			}
-		}
-	}
+	e.lost.CompareAndSwap(nil, &err) // the other lane finds out by its own calls
 }
 
 // Run moves a transfer and returns when nothing of it runs any more (G3). The results
@@ -184,7 +181,7 @@ func (e *Engine) Run(t *Transfer) error {
 	t.at, t.pending, t.failed = cursor{}, 0, nil
 	for i := range t.Objects {
 		o := &t.Objects[i]
-		o.Leaves, o.Err, o.Running = o.Leaves[:0], nil, false
+		o.Leaves, o.Err, o.Running, o.Faulted = o.Leaves[:0], nil, false, false
 	}
 	if err := e.lanes[t.Direction].submit(t); err != nil {
 		return err

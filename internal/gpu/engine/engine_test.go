@@ -2,6 +2,7 @@ package engine_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -35,7 +36,7 @@ type testRun struct{ Address, Bytes uint64 }
 
 // laid is a layout of one block with a layer for each run.
 func laid(runs ...testRun) *engine.Layout {
-	l := &engine.Layout{}
+	l := &engine.Layout{BlockCount: 1}
 	for _, r := range runs {
 		l.Layers = append(l.Layers, engine.Layer{Base: r.Address - 16, RunBytes: r.Bytes, Offsets: []int64{16}})
 	}
@@ -104,7 +105,7 @@ func TestAnyLayout(t *testing.T) {
 		n := rapid.IntRange(1, 5).Draw(t, "objects")
 		const room = 256 << 10
 		pool, memory := host(t, n*room), d.Alloc(n*room)
-		reg, err := e.Register(pool, room, engine.ReadWrite)
+		reg, err := e.Register(context.Background(), pool, room, engine.ReadWrite)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -198,7 +199,7 @@ func simple(t *testing.T, e *engine.Engine, d *fake.Device, n int) (engine.Objec
 	t.Helper()
 	h, m := host(t, n), d.Alloc(n)
 	fill(m, 3)
-	reg, err := e.Register(h, uint64(n), engine.ReadWrite)
+	reg, err := e.Register(context.Background(), h, uint64(n), engine.ReadWrite)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -306,7 +307,7 @@ func TestLostDevice(t *testing.T) {
 	if _, err := e.Record(1); !errors.Is(err, base.ErrFault) {
 		t.Fatal(err)
 	}
-	if _, err := e.Register(host(t, 4096), 4096, engine.ReadWrite); !errors.Is(err, base.ErrFault) {
+	if _, err := e.Register(context.Background(), host(t, 4096), 4096, engine.ReadWrite); !errors.Is(err, base.ErrFault) {
 		t.Fatal(err)
 	}
 }
@@ -316,7 +317,7 @@ func TestRegistrationIsCutAtObjects(t *testing.T) {
 	e := openEngine(t, d, engine.Config{RegistrationBytes: 64 << 10})
 	const object = 5 << 12
 	mem := host(t, 40*object)
-	reg, err := e.Register(mem, object, engine.ReadWrite)
+	reg, err := e.Register(context.Background(), mem, object, engine.ReadWrite)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -336,7 +337,7 @@ func TestRegistrationIsCutAtObjects(t *testing.T) {
 	}
 	// Objects that are no multiple of a page: windows are whole pages all the same.
 	odd := host(t, 4096*1000)
-	if reg, err = e.Register(odd, 4096*3/2, engine.ReadWrite); err != nil || reg.Close() != nil {
+	if reg, err = e.Register(context.Background(), odd, 4096*3/2, engine.ReadWrite); err != nil || reg.Close() != nil {
 		t.Fatal(err)
 	}
 }
@@ -351,7 +352,7 @@ func TestPartialRegistrationIsUndone(t *testing.T) {
 		return nil
 	}
 	e := openEngine(t, d, engine.Config{RegistrationBytes: 64 << 10})
-	if _, err := e.Register(host(t, 1<<20), 64<<10, engine.ReadWrite); !errors.Is(err, base.ErrUnsupported) {
+	if _, err := e.Register(context.Background(), host(t, 1<<20), 64<<10, engine.ReadWrite); !errors.Is(err, base.ErrUnsupported) {
 		t.Fatal(err)
 	}
 	if d.RegisteredCount() != 0 {
@@ -365,7 +366,7 @@ func TestReadOnlyIsRespected(t *testing.T) {
 	d := fake.New()
 	e := openEngine(t, d, engine.Config{})
 	h, m := host(t, 4096), d.Alloc(4096)
-	if _, err := e.Register(h, 4096, engine.ReadOnly); err != nil {
+	if _, err := e.Register(context.Background(), h, 4096, engine.ReadOnly); err != nil {
 		t.Fatal(err)
 	}
 	for dir, fails := range map[engine.Direction]bool{engine.Save: true, engine.Load: false} {
@@ -383,5 +384,36 @@ func TestConfigIsChecked(t *testing.T) {
 		if _, err := engine.Open(fake.New(), cfg); !errors.Is(err, base.ErrInvalid) {
 			t.Errorf("%+v: %v", cfg, err)
 		}
+	}
+}
+
+// TestLaneIsLostButEnds: a wait that fails loses the lane; what was in flight is known to
+// have ended when the device still says so, and block numbers are checked as they are used.
+func TestLaneIsLostButEnds(t *testing.T) {
+	d := fake.New()
+	broken := false
+	d.Faults.Wait = func() error {
+		if broken {
+			return fmt.Errorf("%w: injected", base.ErrFault)
+		}
+		return nil
+	}
+	e := openEngine(t, d, engine.Config{})
+	o, _ := simple(t, e, d, 8<<20)
+	o.Blocks = []uint32{1}
+	tr := &engine.Transfer{Direction: engine.Save, Objects: []engine.Object{o}}
+	if err := e.Run(tr); err != nil || !errors.Is(tr.Objects[0].Err, base.ErrInvalid) {
+		t.Fatal(err, tr.Objects[0].Err)
+	}
+	o.Blocks, broken = []uint32{0}, true
+	tr = &engine.Transfer{Direction: engine.Save, Objects: []engine.Object{o}}
+	if err := e.Run(tr); err != nil {
+		t.Fatal(err)
+	}
+	if got := tr.Objects[0]; !errors.Is(got.Err, base.ErrFault) || got.Running {
+		t.Fatalf("%v, running %v", got.Err, got.Running)
+	}
+	if e.Lost() == nil {
+		t.Error("the device is not lost")
 	}
 }

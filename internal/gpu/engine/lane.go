@@ -36,15 +36,16 @@ type lane struct {
 	news chan struct{} // something changed under mu
 }
 
-func (e *Engine) startLane(o LaneOptions) (*lane, error) {
+// newLane makes a lane; start sets it going.
+func (e *Engine) newLane(o LaneOptions) (*lane, error) {
 	port, err := e.device.NewLane(o)
 	if err != nil {
 		return nil, err
 	}
-	l := &lane{e: e, port: port, o: o, chunks: make([]chunk, o.SlotCount), news: make(chan struct{}, 1)}
-	l.wg.Go(l.loop)
-	return l, nil
+	return &lane{e: e, port: port, o: o, chunks: make([]chunk, o.SlotCount), news: make(chan struct{}, 1)}, nil
 }
+
+func (l *lane) start() { l.wg.Go(l.loop) }
 
 // submit queues a transfer; it is closed when it has ended.
 func (l *lane) submit(t *Transfer) error {
@@ -54,12 +55,12 @@ func (l *lane) submit(t *Transfer) error {
 		return fmt.Errorf("%w: the device", base.ErrClosed)
 	}
 	l.mu.queue = append(l.mu.queue, t)
+	l.notifyLocked() // the port lives while quit is not set
 	l.mu.Unlock()
-	l.notify()
 	return nil
 }
 
-func (l *lane) notify() {
+func (l *lane) notifyLocked() {
 	select {
 	case l.news <- struct{}{}:
 	default:
@@ -71,8 +72,8 @@ func (l *lane) notify() {
 func (l *lane) stop() error {
 	l.mu.Lock()
 	l.mu.quit = true
+	l.notifyLocked()
 	l.mu.Unlock()
-	l.notify()
 	l.wg.Wait()
 	return l.port.Close()
 }
@@ -171,11 +172,7 @@ func (l *lane) launch(t *Transfer) bool {
 		return true
 	}
 	if t.Direction == Load {
-		if err := c.bounceIn(bounce); err != nil {
-			t.fail(err)
-			l.end(t)
-			return true
-		}
+		c.bounceIn(bounce)
 	}
 	started, err := l.port.Launch(i, &c.launch)
 	if err != nil {
@@ -211,6 +208,9 @@ func (l *lane) collect(i int, c *chunk) error {
 	slot := l.port.Slot(i)
 	for _, sp := range c.spans {
 		obj := &c.t.Objects[sp.object]
+		if obj.Err != nil {
+			continue
+		}
 		for k := sp.firstPiece; k < sp.firstPiece+sp.pieceCount; k++ {
 			p := &slot.Pieces[k]
 			leaf := slot.Hashes[k]
@@ -229,7 +229,8 @@ func (l *lane) collect(i int, c *chunk) error {
 			if err := mapping.Guard(func() {
 				copy(obj.Host[sp.hostFrom:sp.hostTo], bounce[sp.stageFrom:sp.stageFrom+n])
 			}); err != nil {
-				return err
+				obj.Err, obj.Faulted = err, true // the others are well
+				continue
 			}
 			l.e.count.bounced.Add(n)
 		}
@@ -240,20 +241,20 @@ func (l *lane) collect(i int, c *chunk) error {
 	return nil
 }
 
-// bounceIn brings the bytes of a load's bounced objects into the slot's buffer.
-func (c *chunk) bounceIn(bounce []byte) error {
+// bounceIn brings the bytes of a load's bounced objects into the slot's buffer. Those of
+// an object that faults are whatever was there: it is no hit any more.
+func (c *chunk) bounceIn(bounce []byte) {
 	for _, sp := range c.spans {
 		obj := &c.t.Objects[sp.object]
-		if obj.Mapped != Bounced {
+		if obj.Mapped != Bounced || obj.Err != nil {
 			continue
 		}
 		if err := mapping.Guard(func() {
 			copy(bounce[sp.stageFrom:], obj.Host[sp.hostFrom:sp.hostTo])
 		}); err != nil {
-			return err
+			obj.Err, obj.Faulted = err, true
 		}
 	}
-	return nil
 }
 
 // end closes a transfer that is cut whole and of which nothing is in flight.
@@ -269,7 +270,7 @@ func (l *lane) end(t *Transfer) {
 	l.e.ended(t)
 }
 
-// lose gives up what is in flight: nobody will know when it has ended. What is queued
+// lose gives up what is in flight: nobody may ever know when it has ended. What is queued
 // fails with nothing started.
 func (l *lane) lose(err error) {
 	if !errors.Is(err, base.ErrFault) {
@@ -278,11 +279,13 @@ func (l *lane) lose(err error) {
 	l.lost = err
 	l.e.lose(err)
 	for ; l.flying > 0; l.flying-- {
-		c := &l.chunks[l.oldest]
+		c, ended := &l.chunks[l.oldest], l.port.Settle(l.oldest)
 		l.oldest = (l.oldest + 1) % l.o.SlotCount
 		c.t.fail(err)
 		for _, sp := range c.spans {
-			c.t.Objects[sp.object].Running = true
+			if !ended {
+				c.t.Objects[sp.object].Running = true
+			}
 		}
 		c.t.pending--
 		l.end(c.t)

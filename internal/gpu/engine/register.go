@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -22,14 +23,17 @@ type Registration struct {
 // Register makes memory that holds objects of objectBytes reachable. The memory should be
 // populated: registering touches it otherwise, ten times slower. When a window is
 // refused the ones before it are given back. Errors: ErrUnsupported (memory of this kind
-// cannot be registered), ErrFault, ErrClosed.
-func (e *Engine) Register(mem []byte, objectBytes uint64, access Access) (*Registration, error) {
+// cannot be registered), ErrFault, ErrClosed, and the context's, between two windows.
+func (e *Engine) Register(ctx context.Context, mem []byte, objectBytes uint64, access Access) (*Registration, error) {
 	if err := e.Lost(); err != nil {
 		return nil, err
 	}
 	r := &Registration{e: e, mem: mem, step: stepOf(uint64(len(mem)), objectBytes, e.cfg.RegistrationBytes)}
 	for at := uint64(0); at < uint64(len(mem)); at += r.step {
 		w := mem[at:min(at+r.step, uint64(len(mem)))]
+		if ctx.Err() != nil {
+			return nil, errors.Join(ctx.Err(), r.undo())
+		}
 		if err := e.device.Register(w, access); err != nil {
 			e.count.refused.Add(int64(len(mem)))
 			return nil, errors.Join(fmt.Errorf("registering %d bytes of host memory with the GPU: %w", len(mem), err), r.undo())

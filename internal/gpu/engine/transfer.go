@@ -1,5 +1,11 @@
 package engine
 
+import (
+	"fmt"
+
+	"github.com/xcena-dev/maru/internal/base"
+)
+
 // Layer is one tensor on the device: run i of block b begins at Base + b x StrideBytes +
 // Offsets[i] and has RunBytes, all multiples of AlignBytes.
 type Layer struct {
@@ -11,7 +17,10 @@ type Layer struct {
 
 // Layout is the memory that blocks lie in: [block][layer][run] is their order in an
 // object. It was checked whole (G2) and never changes.
-type Layout struct{ Layers []Layer }
+type Layout struct {
+	Layers     []Layer
+	BlockCount uint32
+}
 
 // Object is what a transfer moves between one range of host memory and blocks of a
 // layout.
@@ -36,8 +45,11 @@ type Object struct {
 
 	// Leaves has the hash of every piece of Host, in order, when Err is nil.
 	Leaves []uint64
-	// Err: the object was not moved, or nobody knows. ErrFault.
+	// Err: the object was not moved, or nobody knows. ErrFault, ErrInvalid (a block that the
+	// layout has not).
 	Err error
+	// Faulted, only with Err: memory of Host faulted, and nothing else did.
+	Faulted bool
 	// Running, only with Err: the device was lost and may still write to Host (save) or to
 	// the blocks (load), as long as this process lives.
 	Running bool
@@ -105,7 +117,9 @@ func (t *Transfer) fail(err error) {
 	}
 	t.at.object = len(t.Objects)
 	for i := range t.Objects {
-		t.Objects[i].Err = t.failed
+		if t.Objects[i].Err == nil {
+			t.Objects[i].Err = t.failed
+		}
 	}
 }
 
@@ -173,7 +187,12 @@ func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunB
 				full = true
 				break
 			}
-			if !c.piece(obj, s, o, stage, n, &tails) {
+			fits, err := c.piece(obj, s, o, stage, n, &tails)
+			if err != nil {
+				t.fail(err)
+				return false, false
+			}
+			if !fits {
 				full = true
 				break
 			}
@@ -194,8 +213,9 @@ func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunB
 }
 
 // piece adds the piece of n bytes at the cursor. It returns false, with nothing changed,
-// when the fragments do not fit.
-func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tails *int) bool {
+// when the fragments do not fit. Block numbers are checked as they are used: the list may
+// be memory of somebody who changes it. Errors: ErrInvalid.
+func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tails *int) (bool, error) {
 	at := &c.t.at
 	p := &s.Pieces[c.launch.Pieces]
 	*p = Piece{Stage: s.StageAddress + stage, Seed: obj.Seed, Bytes: uint32(n), First: uint32(c.launch.Fragments)} //nolint:gosec // bounded
@@ -203,13 +223,17 @@ func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tai
 	cur, fragments := at.runCursor, c.launch.Fragments
 	for b := from; b < to; {
 		y := &obj.Layout.Layers[cur.layer]
-		address := y.Base + uint64(int64(obj.Blocks[cur.block])*y.StrideBytes+y.Offsets[cur.run]) + cur.runByte //nolint:gosec // checked at registration
+		block := obj.Blocks[cur.block]
+		if block >= obj.Layout.BlockCount {
+			return false, fmt.Errorf("%w: block %d of a layout with %d", base.ErrInvalid, block, obj.Layout.BlockCount)
+		}
+		address := y.Base + uint64(int64(block)*y.StrideBytes+y.Offsets[cur.run]) + cur.runByte //nolint:gosec // checked at registration
 		k := min(to-b, y.RunBytes-cur.runByte)
 		if k == n { // the whole piece in one run
 			p.Address = address
 		} else {
 			if fragments == o.FragmentCount {
-				return false
+				return false, nil
 			}
 			s.Fragments[fragments] = Fragment{
 				Address: address, Stage: s.StageAddress + stage + (b - at.host), Bytes: uint32(k), //nolint:gosec // bounded
@@ -226,7 +250,7 @@ func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tai
 		if p.Count == 0 {                                // only hashed: no fragment, and not whole either
 			p.Count, p.First = 1, uint32(fragments) //nolint:gosec // bounded
 			if fragments == o.FragmentCount {
-				return false
+				return false, nil
 			}
 			s.Fragments[fragments] = Fragment{Address: p.Stage, Stage: p.Stage}
 			fragments++
@@ -239,7 +263,7 @@ func (c *chunk) piece(obj *Object, s *Slot, o *LaneOptions, stage, n uint64, tai
 	at.runCursor = cur
 	c.launch.Fragments = fragments
 	c.launch.Pieces++
-	return true
+	return true, nil
 }
 
 // copy adds the piece's bytes to the copies: to the last one of the same object when

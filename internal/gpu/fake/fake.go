@@ -34,6 +34,8 @@ type Faults struct {
 	// Moved is called with the stage of a launch between its copies and its kernel (load)
 	// or between kernel and copies (save), to change bytes on their way.
 	Moved func(d engine.Direction, stage []byte)
+	// Wait is asked at each wait; an error loses the lane, not the device.
+	Wait func() error
 	// Delay is what each launch takes.
 	Delay time.Duration
 }
@@ -422,6 +424,11 @@ func each(s *engine.Slot, p *engine.Piece, move func(block, stage []byte)) {
 }
 
 func (l *lane) Wait(i int, limit time.Duration) (bool, error) {
+	if l.d.Faults.Wait != nil {
+		if err := l.d.Faults.Wait(); err != nil {
+			return false, err
+		}
+	}
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	select {
@@ -431,6 +438,15 @@ func (l *lane) Wait(i int, limit time.Duration) (bool, error) {
 	case <-timer.C:
 	}
 	return false, l.d.check()
+}
+
+// Settle waits for the slot, unless the device is lost.
+func (l *lane) Settle(i int) bool {
+	if l.d.lost.Load() {
+		return false
+	}
+	<-l.done[i]
+	return true
 }
 
 func (l *lane) Wake() {
