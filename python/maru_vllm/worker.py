@@ -332,7 +332,6 @@ class WorkerRole:
             while any(r in self._storing for r in ids):
                 self._transfers.wait(0.1)
                 self._poll()
-        self._gauges()
 
     def _mine(self, keys: bytes) -> list[int]:
         chunks = range(len(keys) // KEY_BYTES)
@@ -463,6 +462,7 @@ class WorkerRole:
         sent = {r for r in self._finishing if r not in self._storing}
         self._finishing -= sent
         received, self._recving = self._recving, set()
+        self._gauges()
         return sent, received
 
     def bad_blocks(self) -> set[int]:

@@ -450,6 +450,21 @@ def test_a_full_queue_of_the_library_is_waited_for_step_by_step() -> None:
     assert w.finished() == (set(), {"b"}) and w.bad_blocks() == set()
 
 
+def test_gauges_are_zero_when_everything_has_ended() -> None:
+    t = FakeTransfers()
+    w = budget_worker(t, load_bytes=1000, store_bytes=400, waiting_bytes=10_000)
+    w.start_stores(StepOrders(stores=[BlockStore("s", chunks(3), bytes(84), list(range(6)))]))
+    w.finished()
+    data = w.tally.take()
+    assert data is not None and data["gauges"]["stores_in_flight_bytes"] == 400
+    assert data["gauges"]["stores_waiting_chunks"] == 1
+    for _ in range(3):
+        t.done = list(t.jobs)
+        w.finished()
+    data = w.tally.take()
+    assert data is not None and data["gauges"]["stores_in_flight_bytes"] == 0 == data["gauges"]["stores_waiting_chunks"]
+
+
 def test_a_load_waits_for_room_that_stores_have_taken() -> None:
     t = FakeTransfers()
     w = budget_worker(t, load_bytes=1000, store_bytes=1000, waiting_bytes=1000)
