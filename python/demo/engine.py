@@ -138,8 +138,16 @@ class Engine:
 
         worker.start_stores, worker._end_load_part = start, end
 
+    def settle(self, limit_s: float = 30.0) -> None:
+        """Steps until no request is left: blocks of finished ones are held until their stores have ended."""
+        engine = self._llm.llm_engine
+        end = time.monotonic() + limit_s
+        while engine.engine_core.engine_core.scheduler.requests and time.monotonic() < end:
+            engine.step()
+
     def reset(self) -> bool:
         """Drops the engine's own prefix cache."""
+        self.settle()
         return bool(self._llm.reset_prefix_cache())
 
     def stop(self) -> None:
@@ -165,7 +173,8 @@ def environment(cache_gib: int = 1) -> dict[str, str]:
     }
 
 
-def main() -> int:
+def main(kind: type[Engine] = Engine) -> int:
+    """Obeys commands until there are no more. kind: an engine with further commands do_NAME."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answers", type=int, required=True, help="file descriptor for answers")
     answers = os.fdopen(parser.parse_args().answers, "w", buffering=1)
@@ -184,7 +193,7 @@ def main() -> int:
         try:
             if what == "start":
                 started = time.monotonic()
-                engine = Engine(command["model"], command.get("kv_transfer", {}), command.get("llm", {}))
+                engine = kind(command["model"], command.get("kv_transfer", {}), command.get("llm", {}))
                 say(ok=True, seconds=round(time.monotonic() - started, 1))
             elif what == "stop":
                 if engine is not None:
@@ -204,6 +213,8 @@ def main() -> int:
                 say(ok=True)
             elif what == "bytes":
                 say(ok=True, stored=engine._stored, loaded=engine._loaded)
+            elif hasattr(engine, f"do_{what}"):
+                say(ok=True, **getattr(engine, f"do_{what}")(**command))
             else:
                 say(error=f"unknown command {what}")
         except Exception as e:  # noqa: BLE001  (the caller decides what a failure of the engine means)

@@ -27,13 +27,13 @@ class ChildError(RuntimeError):
 class EngineProcess:
     """An engine in a process of its own. Calls block; the log goes to a file."""
 
-    def __init__(self, log: Path, *, env: dict[str, str] | None = None) -> None:
+    def __init__(self, log: Path, *, env: dict[str, str] | None = None, module: str = "demo.engine") -> None:
         read, write = os.pipe()
         self.log = log
         python_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("wb") as out:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "demo.engine", "--answers", str(write)],
+                [sys.executable, "-m", module, "--answers", str(write)],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
