@@ -92,10 +92,10 @@ def ordinal_of(device: Device) -> int | None:
         return None
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return device
-    kind, _, number = str(device).partition(":")
+    kind, colon, number = str(device).partition(":")
     if kind == "cpu":
         return None
-    if kind == "cuda" and (number.isdecimal() or not number):
+    if kind == "cuda" and (number.isdecimal() or not colon):
         return int(number or 0)
     raise ValueError(f"device {device!r}: allowed are None, 'cpu', 'cuda', 'cuda:N' and N")
 
