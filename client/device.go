@@ -19,7 +19,8 @@ import (
 type Stream uint64
 
 // device is the GPU of this client's device layouts, from the first of them to Close.
-// Locks: regions, held while memory is registered or unregistered (a second or so).
+// Locks: regions, held while memory is unregistered, never while it is registered (a
+// second or so); queue is a leaf.
 type device struct {
 	ordinal int
 	engine  *engine.Engine
@@ -28,6 +29,8 @@ type device struct {
 		sync.Mutex
 		byMapping map[*mapping.Mapping]*engine.Registration // nil: refused
 		gone      map[*mapping.Mapping]struct{}             // unmapped before their turn came
+		busy      *mapping.Mapping                          // is being registered, without the lock
+		done      chan struct{}                             // closed when busy is over
 		ended     bool
 	}
 	queue struct {
@@ -243,32 +246,44 @@ func (c *Client) registerAll(d *device) {
 }
 
 func (c *Client) register(d *device, m *mapped) {
-	// Registering would touch the memory as well, ten times slower.
-	if err := m.mapping.Populate(c.ctx, 1); err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, base.ErrClosed)) {
+	// Registering would touch the memory as well, ten times slower, and more of it than the
+	// machine has.
+	err := m.mapping.Populate(c.ctx, 1)
+	if errors.Is(err, context.Canceled) || errors.Is(err, base.ErrClosed) {
 		return
 	}
 	d.regions.Lock()
-	defer d.regions.Unlock()
-	if _, gone := d.regions.gone[m.mapping]; gone || d.regions.ended || c.ctx.Err() != nil {
-		delete(d.regions.gone, m.mapping)
-		return
-	}
-	if r, known := d.regions.byMapping[m.mapping]; known { // a segment that had another region before
+	r, known := d.regions.byMapping[m.mapping]
+	_, gone := d.regions.gone[m.mapping]
+	delete(d.regions.gone, m.mapping)
+	if known && !gone { // a segment that had another region before
 		m.registration.Store(r)
+	}
+	if known || gone || d.regions.ended || c.ctx.Err() != nil {
+		d.regions.Unlock()
 		return
 	}
+	d.regions.busy, d.regions.done = m.mapping, make(chan struct{})
+	d.regions.Unlock()
+
 	access := engine.ReadWrite
 	if m.mapping.Access() == mapping.ReadOnly {
 		access = engine.ReadOnly
 	}
-	r, err := d.engine.Register(c.ctx, m.mapping.Bytes(), m.info.PageBytes, access)
+	if err == nil {
+		r, err = d.engine.Register(c.ctx, m.mapping.Bytes(), m.info.PageBytes, access)
+	}
+	d.regions.Lock()
+	defer d.regions.Unlock()
+	d.regions.busy = nil
+	close(d.regions.done)
 	if errors.Is(err, context.Canceled) {
 		return
 	}
 	d.regions.byMapping[m.mapping] = r
 	if err != nil {
 		if !d.bounceSaid.Swap(true) {
-			c.log.Warn("the GPU driver does not take the memory of a pool: its copies go through a bounce buffer, at the speed of one processor; keep the pool on a device, hugetlbfs or tmpfs, not in a file on a disk",
+			c.log.Warn("the memory of a pool is not registered with the GPU: its copies go through a bounce buffer, at the speed of one processor; keep the pool on a device, hugetlbfs or tmpfs, not in a file on a disk, and smaller than the memory that is free",
 				"memory", m.mapping.Name(), "error", err)
 		}
 		return
@@ -294,6 +309,12 @@ func (c *Client) unregister(m *mapped) error {
 	d.queue.Unlock()
 	d.regions.Lock()
 	defer d.regions.Unlock()
+	for d.regions.busy == m.mapping {
+		done := d.regions.done
+		d.regions.Unlock()
+		<-done
+		d.regions.Lock()
+	}
 	r := d.regions.byMapping[m.mapping]
 	if waiting {
 		d.regions.gone[m.mapping] = struct{}{}

@@ -112,12 +112,12 @@ func TestHeaderCodes(t *testing.T) {
 		}
 		codes[base.Code(n)] = m[1] //nolint:gosec // a small number
 	}
-	for c := base.CodeOK; c <= base.CodeAlreadyStored; c++ {
+	for c := base.CodeOK; c <= base.CodeUnproven; c++ {
 		if codes[c] == "" {
 			t.Errorf("code %d (%s) is not in the header", c, c)
 		}
 	}
-	if len(codes) != int(base.CodeAlreadyStored)+1 {
+	if len(codes) != int(base.CodeUnproven)+1 {
 		t.Errorf("the header has %d codes", len(codes))
 	}
 	for _, want := range []string{
