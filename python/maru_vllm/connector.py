@@ -25,7 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from maru_vllm import span
 from maru_vllm.content import ContentRules
 from maru_vllm.geometry import GeometryError, TensorShape, plan_layers
-from maru_vllm.identity import KVShape, Ranks, Unsupported, kv_ranks, kv_shape, namespace_fields, unsupported_features
+from maru_vllm.identity import (
+    KVShape,
+    Ranks,
+    Unsupported,
+    device_type,
+    kv_ranks,
+    kv_shape,
+    namespace_fields,
+    unsupported_features,
+)
 from maru_vllm.journal import Journal, default_directory
 from maru_vllm.messages import StepOrders, StepReport
 from maru_vllm.metrics import MaruPromMetrics, MaruStats
@@ -43,6 +52,9 @@ logger = logging.getLogger("maru.vllm")
 
 _SHUTDOWN_S = 3.0  # the engine kills its workers 5 s after it asked them to end
 _WAITING_FACTOR = 4  # stores that wait behind those under way, in bytes of the latter
+# What is copied at a time, by the device of the KV: some tenths of a second. The worker
+# looks after copies once a step, and a step of a long prefill takes as long.
+_INFLIGHT_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}
 
 
 @dataclass
@@ -118,7 +130,7 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
                 submit_error=self._transfers.submit_error,
                 already_code=self._transfers.already_code,
                 async_store=settings.async_store,
-                budgets=Budgets(settings.load_bytes, settings.store_bytes, _WAITING_FACTOR * settings.store_bytes),
+                budgets=_budgets(settings, device_type(vllm_config)),
                 shard=shard,
                 replica=replica if stripe else 0,
                 replicas=self._ranks.replicas if stripe else 1,
@@ -336,6 +348,12 @@ def _open_journal(settings: Settings, engine_id: str, fields: dict[str, Any]) ->
     except OSError as e:
         logger.warning("no records for `maru explain`: %s; name a directory of this user in maru_run_dir", e)
         return None
+
+
+def _budgets(settings: Settings, device: str) -> Budgets:
+    usual = _INFLIGHT_BYTES.get(device, 1 << 30)
+    store = settings.store_bytes or usual
+    return Budgets(settings.load_bytes or usual, store, _WAITING_FACTOR * store)
 
 
 def _memory_line(settings: Settings, ranks: Ranks) -> str:

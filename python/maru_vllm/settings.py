@@ -56,7 +56,7 @@ class Settings:
     (0: the server's). region_bytes: first cxl region and growth. chunk_tokens: tokens
     of one object before it is aligned down to whole blocks. min_hit_tokens: a shorter
     hit is left to the engine; None: learned. load_bytes, store_bytes: what the library
-    copies at a time. lookup_timeout_ms: a lookup without an answer is a miss. run_dir:
+    copies at a time; 0: as fits the device. lookup_timeout_ms: a lookup without an answer is a miss. run_dir:
     directory of the records for `maru explain`; "" is the default one, None is none.
     lora_digests: digests of adapters by name. multimodal: whether inputs other than text
     are cached by the engine's identifiers.
@@ -80,8 +80,8 @@ class Settings:
     min_hit_tokens: int | None = None
     timeout_ms: int = 2000
     lookup_timeout_ms: int = 1000
-    load_bytes: int = 1 << 30
-    store_bytes: int = 1 << 30
+    load_bytes: int = 0
+    store_bytes: int = 0
     device_copy: str = "auto"
     staging_bytes: int = 0
     run_dir: str | None = ""
@@ -155,6 +155,10 @@ class _Reader:
         except ValueError as e:
             self.problems.append(f"{key}: {e}")
             return default
+
+    def size_or_auto(self, key: str) -> int:
+        """0 stands for auto."""
+        return 0 if self.extra.get(key) == "auto" else self.size(key, 0)
 
     def whole(self, key: str, default: int, low: int, high: int) -> int:
         value = self.extra.get(key, default)
@@ -297,8 +301,8 @@ def parse_settings(
         min_hit_tokens=r.min_hit(),
         timeout_ms=r.whole("maru_timeout_ms", 2000, 10, 600_000),
         lookup_timeout_ms=r.whole("maru_lookup_timeout_ms", 1000, 1, 600_000),
-        load_bytes=r.size("maru_load_inflight_size", 1 << 30),
-        store_bytes=r.size("maru_store_inflight_size", 1 << 30),
+        load_bytes=r.size_or_auto("maru_load_inflight_size"),
+        store_bytes=r.size_or_auto("maru_store_inflight_size"),
         device_copy=r.choice("maru_device_copy", "auto", ("auto", "staged", "direct")),
         staging_bytes=r.size("maru_device_staging_size", 0),
         run_dir=r.run_dir(),

@@ -42,10 +42,10 @@ def test_defaults_are_what_the_table_says() -> None:
         assert said[key] == value, key
     for key, value in {
         "maru_pool_size": s.region_bytes,
-        "maru_load_inflight_size": s.load_bytes,
-        "maru_store_inflight_size": s.store_bytes,
     }.items():
         assert settings.parse_size(said[key]) == value, key
+    assert not s.load_bytes and not s.store_bytes, "auto: the connector picks by the device"
+    assert said["maru_load_inflight_size"] == said["maru_store_inflight_size"] == "auto"
     assert s.min_hit_tokens is None and said["maru_min_hit_tokens"] == "auto"
 
 
