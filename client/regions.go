@@ -515,7 +515,8 @@ func (c *Client) addRegion(m *mapped, own session.Ownership) error {
 	c.mu.Unlock()
 	if err != nil {
 		c.setRegion(m.info.ID, nil)
-		return err
+		// A device that was opened meanwhile may have seen it.
+		return errors.Join(err, c.unregister(m))
 	}
 	c.registerLater(m)
 	return nil
