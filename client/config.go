@@ -94,6 +94,9 @@ type Config struct {
 	QueueJobs int
 	// EagerMap maps the regions of other writers at Open. Default off.
 	EagerMap Switch
+	// IdleMappings bounds the regions of other writers that stay mapped, and held, while
+	// nothing of them is read. Default session.DefaultMaxIdleMappings.
+	IdleMappings int
 	// Views: this client may export views (Retrieve, Pin). Fixed at the resource manager
 	// when a region is held. Default: Opaque.
 	Views Switch
@@ -132,6 +135,7 @@ const (
 	maxHotConnections  = 64
 	maxCopyThreads     = 256
 	maxQueueJobs       = 1 << 20
+	maxIdleMappings    = 1 << 20
 	defaultRegionBytes = 64 << 20
 	defaultSegment     = 1 << 30
 	pageAlignBytes     = keys.PageAlignBytes
@@ -172,6 +176,7 @@ func (c *Config) Validate() error {
 	}{
 		{"CopyThreads", c.CopyThreads, maxCopyThreads},
 		{"QueueJobs", c.QueueJobs, maxQueueJobs},
+		{"IdleMappings", c.IdleMappings, maxIdleMappings},
 		{"HotConnections", c.HotConnections, maxHotConnections},
 	} {
 		if n.value < 0 || n.value > n.most {

@@ -232,6 +232,7 @@ func TestValidate(t *testing.T) {
 		"RegionBytes":   func(c *Config) { c.CXLBytes, c.RegionBytes = 100, 200 },
 		"WriteOrder":    func(c *Config) { c.WriteOrder = []base.Medium{base.MediumCXL} },
 		"ReadOrder":     func(c *Config) { c.ReadOrder = []base.Medium{base.MediumSSD} },
+		"IdleMappings":  func(c *Config) { c.IdleMappings = -1 },
 		"CopyThreads":   func(c *Config) { c.CopyThreads = -1 },
 		"QueueJobs":     func(c *Config) { c.QueueJobs = maxQueueJobs + 1 },
 		"RPCTimeout":    func(c *Config) { c.RPCTimeout = -1 },

@@ -48,6 +48,7 @@ type config struct {
 	CopyThreads   int   `json:"copy_threads"`
 	QueueJobs     int   `json:"queue_jobs"`
 	EagerMap      *bool `json:"eager_map"`
+	IdleMappings  int   `json:"idle_mappings"`
 	Views         *bool `json:"views"`
 	Overcommit    *bool `json:"overcommit"`
 	Prefault      *bool `json:"prefault"`
@@ -98,7 +99,7 @@ func ParseConfig(text []byte) (Config, error) {
 		CPUBytes: c.CPUBytes, SegmentBytes: c.SegmentBytes, CXLBytes: c.CXLBytes,
 		RegionBytes: c.RegionBytes, ExpandBytes: c.ExpandBytes,
 		AutoExpand: toSwitch(c.AutoExpand), Checksums: toSwitch(c.Checksums), ViewChecksums: toSwitch(c.ViewChecksums),
-		CopyThreads: c.CopyThreads, QueueJobs: c.QueueJobs, EagerMap: toSwitch(c.EagerMap), Views: toSwitch(c.Views),
+		CopyThreads: c.CopyThreads, QueueJobs: c.QueueJobs, EagerMap: toSwitch(c.EagerMap), IdleMappings: c.IdleMappings, Views: toSwitch(c.Views),
 		Overcommit: toSwitch(c.Overcommit), Prefault: toSwitch(c.Prefault),
 		DeviceStagingBytes: c.DeviceStagingBytes,
 		ConnectLater:       toSwitch(c.ConnectLater), HotConnections: c.HotConnections,

@@ -13,6 +13,9 @@ type Config struct {
 	Session       base.SessionID
 	MaxOperations int // unresolved operations
 	MaxLeases     int // copy and view leases together (RPC-23)
+	// MaxIdleMappings bounds the foreign regions that stay mapped without a lease; 0:
+	// DefaultMaxIdleMappings.
+	MaxIdleMappings int
 }
 
 // Phase is where a session stands with its server.
@@ -52,7 +55,8 @@ type Core struct {
 	regions map[base.RegionID]*region
 	own     []*region
 	avail   [mediumCount][]*region
-	gone    []base.RegionID // idle draining regions, for the shell to unmap
+	idle    idleList        // foreign regions without a lease
+	gone    []base.RegionID // regions to unmap, for the shell
 
 	book     map[base.Sequence]*Batch
 	leases   int
@@ -75,6 +79,9 @@ func New(cfg Config) *Core {
 	}
 	if cfg.MaxLeases <= 0 {
 		cfg.MaxLeases = 4096
+	}
+	if cfg.MaxIdleMappings <= 0 {
+		cfg.MaxIdleMappings = DefaultMaxIdleMappings
 	}
 	return &Core{
 		cfg: cfg, ledger: newLedger(cfg.MaxOperations),
@@ -150,6 +157,7 @@ func (c *Core) AddRegion(info RegionInfo, own Ownership) error {
 		// A lease came first and made the place; now its data are known.
 		r.RegionInfo = info
 		r.mapped = true
+		c.rest(r)
 		return nil
 	case r != nil:
 		return fmt.Errorf("%w: region %d is known here", base.ErrExists, info.ID)
@@ -164,6 +172,7 @@ func (c *Core) AddRegion(info RegionInfo, own Ownership) error {
 		c.offer(r)
 	}
 	c.regions[info.ID] = r
+	c.rest(r)
 	return nil
 }
 
@@ -183,6 +192,7 @@ func (c *Core) RemoveRegion(id base.RegionID) {
 	}
 	invariants.Check(r.leases == 0, "D1", "region %d removed with %d leases", id, r.leases)
 	r.mode = going
+	c.idle.remove(r)
 	delete(c.regions, id)
 	for i, o := range c.own {
 		if o == r {
@@ -296,6 +306,7 @@ func (c *Core) FaultPage(id base.RegionID, i base.PageIndex) {
 func (c *Core) settle(r *region) {
 	if r.mode == draining && r.idle() {
 		r.mode = going
+		c.idle.remove(r)
 		if r.mapped {
 			c.gone = append(c.gone, r.ID)
 		} else {

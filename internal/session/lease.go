@@ -95,7 +95,7 @@ func (c *Core) EndAcquire(b *Batch, rows hot.AcquireRows) bool {
 				c.releases = append(c.releases, Release{Acquire: b.Sequence, First: uint32(i), Count: 1}) //nolint:gosec // a row
 				lr = LeaseRow{}
 			} else {
-				r.leases++
+				c.use(r)
 				if b.Kind == base.LeaseView {
 					r.views++
 				}
@@ -170,19 +170,14 @@ func (c *Core) dropRow(b *Batch, i int) {
 	if r == nil {
 		return
 	}
-	r.leases--
 	if b.Kind == base.LeaseView {
 		r.views--
+		invariants.Check(r.views >= 0, "R4", "region %d: %d views", r.ID, r.views)
 		if i, p := r.pageAt(row.Offset); p != nil && p.gen == row.Generation {
 			c.tryFree(r, i, p)
 		}
 	}
-	invariants.Check(r.leases >= 0 && r.views >= 0, "R4", "region %d: %d leases, %d views", r.ID, r.leases, r.views)
-	if r.leases == 0 && !r.mapped && r.own == Foreign {
-		delete(c.regions, r.ID) // its mapping never came
-		return
-	}
-	c.settle(r)
+	c.unuse(r)
 }
 
 // ReleaseBatch ends every lease of a batch.
@@ -303,16 +298,14 @@ func (c *Core) Hold(id base.RegionID) bool {
 	if r == nil || !r.mapped || r.mode == going {
 		return false
 	}
-	r.leases++
+	c.use(r)
 	return true
 }
 
 // Unhold takes a Hold back.
 func (c *Core) Unhold(id base.RegionID) {
 	if r := c.regions[id]; r != nil {
-		r.leases--
-		invariants.Check(r.leases >= 0, "R4", "region %d: %d leases", r.ID, r.leases)
-		c.settle(r)
+		c.unuse(r)
 	}
 }
 

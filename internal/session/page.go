@@ -127,6 +127,9 @@ type region struct {
 	counts [stateCount]uint64
 	clears int  // pages whose mark the shell is clearing
 	avail  bool // in its medium's list of regions with free pages
+
+	before, after *region // in the list of idle regions
+	listed        bool
 }
 
 func (r *region) set(p *page, to PageState) {

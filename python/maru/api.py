@@ -101,6 +101,7 @@ class ClientConfig:
     copy_threads: int | None = None
     queue_jobs: int | None = None
     eager_map: bool | None = None
+    idle_mappings: int | None = None
     views: bool | None = None
     overcommit: bool | None = None
     prefault: bool | None = None
