@@ -10,6 +10,8 @@ import (
 	"github.com/xcena-dev/maru/internal/checksum"
 	"github.com/xcena-dev/maru/internal/gpu/engine"
 	"github.com/xcena-dev/maru/internal/keys"
+	"github.com/xcena-dev/maru/internal/media/cpu"
+	"github.com/xcena-dev/maru/internal/media/numa"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
 
@@ -34,6 +36,17 @@ func (s Switch) String() string {
 	}
 	return fmt.Sprintf("switch(%d)", uint8(s))
 }
+
+// HugePages says what pages the cpu pool is made of.
+type HugePages = cpu.HugePages
+
+// Kinds of pages. Those with a size are reserved by the operator (hugetlb).
+const (
+	HugePagesAuto = cpu.HugePagesAdvise
+	HugePagesOff  = cpu.HugePagesNone
+	HugePages2M   = cpu.HugePages2M
+	HugePages1G   = cpu.HugePages1G
+)
 
 // Config says what a client is and what it may use. The zero value of a field means
 // its default.
@@ -64,6 +77,12 @@ type Config struct {
 
 	// CPUBytes is the private cpu pool; 0: none.
 	CPUBytes uint64
+	// CPUNUMANode is the NUMA node that the cpu pool's memory comes from, all of it; nil:
+	// as the kernel likes.
+	CPUNUMANode *int
+	// CPUHugePages says what pages the cpu pool is made of. Default: transparent ones,
+	// where the kernel gives them. Of reserved ones the pool takes whole pages.
+	CPUHugePages HugePages
 	// SegmentBytes bounds one piece of the cpu pool; no object lies across two.
 	// Default 1 GiB.
 	SegmentBytes uint64
@@ -236,6 +255,17 @@ func (c *Config) validateSizes(bad func(string, ...any)) {
 	}
 	if c.ExpandBytes != 0 && c.AutoExpand == Off {
 		bad("ExpandBytes is %d although AutoExpand is off", c.ExpandBytes)
+	}
+	if c.CPUBytes == 0 && (c.CPUNUMANode != nil || c.CPUHugePages != HugePagesAuto) {
+		bad("CPUNUMANode or CPUHugePages is set, but CPUBytes is 0: there is no cpu pool")
+	}
+	if c.CPUNUMANode != nil && (*c.CPUNUMANode < 0 || *c.CPUNUMANode > numa.MaxNode) {
+		bad("CPUNUMANode is %d; allowed: 0 to %d", *c.CPUNUMANode, numa.MaxNode)
+	}
+	if c.CPUHugePages > HugePages1G {
+		bad("CPUHugePages is %d; allowed: auto, off, 2M, 1G", c.CPUHugePages)
+	} else if granule := c.CPUHugePages.GranuleBytes(); c.SegmentBytes%granule != 0 {
+		bad("SegmentBytes is %d; with huge pages of %s it must be a multiple of %d", c.SegmentBytes, c.CPUHugePages, granule)
 	}
 	if c.CXLBytes != 0 && c.RegionBytes > c.CXLBytes {
 		bad("RegionBytes %d is over CXLBytes %d", c.RegionBytes, c.CXLBytes)

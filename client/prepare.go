@@ -17,7 +17,7 @@ func (c *Client) makeCPU() error {
 	if c.cfg.CPUBytes == 0 {
 		return nil
 	}
-	o := cpu.Options{SizeBytes: c.cpuBytes(), SegmentBytes: c.cfg.SegmentBytes}
+	o := cpu.Options{SizeBytes: c.cpuBytes(), SegmentBytes: c.cfg.SegmentBytes, HugePages: c.cfg.CPUHugePages, NUMANode: c.cfg.CPUNUMANode}
 	if c.cfg.Overcommit == On {
 		o.Overcommit = cpu.OvercommitAllow
 	}
@@ -30,9 +30,10 @@ func (c *Client) makeCPU() error {
 	return nil
 }
 
-// cpuBytes is CPUBytes up to the next page of the machine.
+// cpuBytes is CPUBytes up to the next page of what the pool is made of.
 func (c *Client) cpuBytes() uint64 {
-	return (c.cfg.CPUBytes + pageAlignBytes - 1) &^ (pageAlignBytes - 1)
+	granule := max(pageAlignBytes, c.cfg.CPUHugePages.GranuleBytes())
+	return (c.cfg.CPUBytes + granule - 1) / granule * granule
 }
 
 // cpuGrant is what is asked of the server's budget: whole pages of all segments.

@@ -14,6 +14,7 @@ import (
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/gpu/engine"
 	"github.com/xcena-dev/maru/internal/keys"
+	"github.com/xcena-dev/maru/internal/media/cpu"
 )
 
 // MaxConfigBytes bounds the configuration text.
@@ -35,6 +36,8 @@ type config struct {
 	PieceBytes   uint32 `json:"piece_bytes"`
 
 	CPUBytes     uint64   `json:"cpu_bytes"`
+	CPUNUMANode  *int     `json:"cpu_numa_node"`
+	CPUHugePages string   `json:"cpu_hugepages"`
 	SegmentBytes uint64   `json:"segment_bytes"`
 	CXLBytes     uint64   `json:"cxl_bytes"`
 	RegionBytes  uint64   `json:"region_bytes"`
@@ -96,7 +99,7 @@ func ParseConfig(text []byte) (Config, error) {
 		ServerAddress: c.ServerAddress, InstanceID: c.InstanceID, EngineID: c.EngineID,
 		Rank: c.Rank, WorldSize: c.WorldSize, Opaque: c.Opaque,
 		PageBytes: c.PageBytes, ValueBytes: c.ValueBytes, PieceBytes: c.PieceBytes,
-		CPUBytes: c.CPUBytes, SegmentBytes: c.SegmentBytes, CXLBytes: c.CXLBytes,
+		CPUBytes: c.CPUBytes, CPUNUMANode: c.CPUNUMANode, SegmentBytes: c.SegmentBytes, CXLBytes: c.CXLBytes,
 		RegionBytes: c.RegionBytes, ExpandBytes: c.ExpandBytes,
 		AutoExpand: toSwitch(c.AutoExpand), Checksums: toSwitch(c.Checksums), ViewChecksums: toSwitch(c.ViewChecksums),
 		CopyThreads: c.CopyThreads, QueueJobs: c.QueueJobs, EagerMap: toSwitch(c.EagerMap), IdleMappings: c.IdleMappings, Views: toSwitch(c.Views),
@@ -112,6 +115,11 @@ func ParseConfig(text []byte) (Config, error) {
 	default:
 		bad("role is %q, allowed: worker, scheduler", c.Role)
 	}
+	pages, err := cpu.ParseHugePages(c.CPUHugePages)
+	if err != nil {
+		errs = append(errs, fmt.Errorf("cpu_hugepages: %w", err))
+	}
+	out.CPUHugePages = pages
 	switch c.DeviceCopy {
 	case "", "auto":
 	case "staged":

@@ -18,13 +18,16 @@ func (t *tool) upCommand() *cobra.Command {
 	var (
 		opt      up.Options
 		cpu, cxl string
+		node     int
+		pages    string
 		asJSON   bool
 	)
 	cmd := &cobra.Command{
 		Use:   "up",
 		Short: "Run resource manager and server in this process, on an emulated pool",
 		Long: "up starts everything on this machine, prints the addresses, serves until SIGTERM or Ctrl-C, and leaves nothing behind.\n" +
-			"The pool is a file on /dev/shm: memory of this machine, gone with the process.",
+			"The pool is a file on /dev/shm: memory of this machine, gone with the process. Memory of engines' own cpu pools is theirs:\n" +
+			"they choose its NUMA node and pages (maru_cpu_numa_node, maru_cpu_hugepages).",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var err error
@@ -33,6 +36,12 @@ func (t *tool) upCommand() *cobra.Command {
 			}
 			if opt.CXLBytes, err = sizeFlag("cxl-size", cxl); err != nil {
 				return err
+			}
+			if cmd.Flags().Changed("numa-node") {
+				opt.NUMANode = &node
+			}
+			if opt.Pages, err = up.ParsePages(pages); err != nil {
+				return fmt.Errorf("--hugepages: %w", err)
 			}
 			if opt.Log, err = t.logger(); err != nil {
 				return err
@@ -44,6 +53,8 @@ func (t *tool) upCommand() *cobra.Command {
 	f := cmd.Flags()
 	f.StringVar(&cpu, "cpu-size", "", "budget of all sessions' private cpu pools, for example 8G (default: half of the memory)")
 	f.StringVar(&cxl, "cxl-size", "1G", "size of the emulated cxl pool; 0: none")
+	f.IntVar(&node, "numa-node", 0, "NUMA node that all memory of the emulated pool comes from (default: as the kernel likes)")
+	f.StringVar(&pages, "hugepages", "off", "what the emulated pool is made of: off, or 2M for reserved huge pages")
 	f.StringVar(&opt.Listen, "listen", up.DefaultListen, "HOST:PORT of the server; port 0: any free ports")
 	f.StringVar(&opt.Dir, "dir", "", "directory of state and pool (default: a new one on /dev/shm)")
 	f.BoolVar(&opt.Insecure, "insecure", false, "allow a host that other machines can reach, without encryption")

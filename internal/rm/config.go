@@ -144,6 +144,8 @@ type PoolSpec struct {
 	SizeBytes uint64 // of the whole file; makes it when it is missing. 0: what is there
 	Name      string // default: the path
 	Coherence base.Coherence
+	// NUMANode is where the memory of a file that is made comes from; nil: any.
+	NUMANode *int
 }
 
 // ParsePools reads a list of pools that was cut at commas, as settings do: a part

@@ -47,7 +47,9 @@ const (
 // openDevice opens a pool's path, locked against other resource managers, and
 // maps all of it. Errors: those of dax.Open and Map, ErrUnsupported.
 func openDevice(p PoolSpec, sysfs string, overcommit bool) (*device, error) {
-	o := dax.OpenOptions{SizeBytes: p.SizeBytes, Create: p.SizeBytes != 0, Lock: dax.LockExclusive, SysfsRoot: sysfs, Overcommit: overcommit}
+	o := dax.OpenOptions{
+		SizeBytes: p.SizeBytes, Create: p.SizeBytes != 0, Lock: dax.LockExclusive, SysfsRoot: sysfs, Overcommit: overcommit, NUMANode: p.NUMANode,
+	}
 	_, statErr := os.Lstat(p.Path)
 	f, err := dax.Open(p.Path, p.Kind, o)
 	if err != nil {
@@ -84,7 +86,7 @@ func persistOf(f *dax.File) (persist, error) {
 	if err := unix.Statfs(f.Path(), &fsys); err != nil {
 		return 0, fmt.Errorf("%w: %s: %w", base.ErrUnavailable, f.Path(), err)
 	}
-	if fsys.Type == unix.TMPFS_MAGIC {
+	if fsys.Type == unix.TMPFS_MAGIC || fsys.Type == unix.HUGETLBFS_MAGIC {
 		return persistNone, nil
 	}
 	return persistSync, nil

@@ -21,6 +21,8 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/media/dax"
+	"github.com/xcena-dev/maru/internal/media/hugetlb"
+	"github.com/xcena-dev/maru/internal/media/numa"
 	"github.com/xcena-dev/maru/internal/poolfmt"
 	"github.com/xcena-dev/maru/internal/rm"
 	"github.com/xcena-dev/maru/internal/server"
@@ -32,6 +34,8 @@ type Options struct {
 	Dir      string // default: a new directory on /dev/shm
 	CPUBytes uint64 // budget of private cpu pools; default: the server's
 	CXLBytes uint64 // bytes of the emulated cxl pool; 0: none, then no resource manager either
+	NUMANode *int   // where the pool's memory comes from; nil: as the kernel likes
+	Pages    Pages  // what the pool is made of
 	HTTP     HTTP
 	Insecure bool
 	// Overcommit lets the pool be larger than the memory that is available.
@@ -48,6 +52,27 @@ const (
 	HTTPOn HTTP = iota
 	HTTPOff
 )
+
+// Pages says what memory the emulated pool is made of.
+type Pages uint8
+
+// Kinds of pages.
+const (
+	PagesSmall  Pages = iota // a file in Dir
+	PagesHuge2M              // reserved huge pages: a file on a mounted hugetlbfs
+)
+
+// ParsePages reads a setting. Pages of 1 GiB are none: regions begin at multiples of
+// 2 MiB, and a mapping of such pages at multiples of theirs. Errors: ErrInvalid.
+func ParsePages(s string) (Pages, error) {
+	switch s {
+	case "", "off":
+		return PagesSmall, nil
+	case "2M":
+		return PagesHuge2M, nil
+	}
+	return PagesSmall, fmt.Errorf("%w: huge pages %q of the emulated pool, allowed: off, 2M (private cpu pools also: auto, 1G)", base.ErrInvalid, s)
+}
 
 // DefaultListen is the server's address.
 const DefaultListen = "127.0.0.1:5555"
@@ -77,6 +102,9 @@ func Start(ctx context.Context, opt Options) (_ *Up, err error) {
 		return nil, err
 	}
 	opt.CXLBytes = poolBytes(opt.CXLBytes)
+	if err := opt.checkMemory(); err != nil {
+		return nil, err
+	}
 	u := &Up{opt: opt}
 	defer func() {
 		if err != nil {
@@ -97,6 +125,44 @@ func Start(ctx context.Context, opt Options) (_ *Up, err error) {
 		return nil, err
 	}
 	return u, u.waitReady(ctx)
+}
+
+// checkMemory refuses what the pool cannot be made of.
+func (o Options) checkMemory() error {
+	if o.CXLBytes == 0 {
+		if o.NUMANode != nil || o.Pages != PagesSmall {
+			return fmt.Errorf("%w: NUMA node and huge pages are of the emulated pool, and there is none; engines set theirs for cpu pools", base.ErrInvalid)
+		}
+		return nil
+	}
+	if o.NUMANode != nil {
+		if err := numa.Check("", *o.NUMANode); err != nil {
+			return fmt.Errorf("up: %w", err)
+		}
+	}
+	if o.Pages == PagesHuge2M {
+		if err := hugetlb.Check("", hugetlb.Size2M, o.NUMANode, o.CXLBytes+poolfmt.DataOffset); err != nil {
+			return fmt.Errorf("up: pool of %d bytes: %w", o.CXLBytes+poolfmt.DataOffset, err)
+		}
+	}
+	return nil
+}
+
+// poolPath is where the emulated pool lies.
+func (u *Up) poolPath() (string, error) {
+	if u.opt.Pages == PagesSmall {
+		return u.path("pool"), nil
+	}
+	mount, err := hugetlb.Mount("", hugetlb.Size2M)
+	if err != nil {
+		return "", fmt.Errorf("up: %w", err)
+	}
+	dir, err := os.MkdirTemp(mount, "maru-up-")
+	if err != nil {
+		return "", fmt.Errorf("up: make a directory in %s: %w", mount, err)
+	}
+	u.made = append(u.made, dir)
+	return filepath.Join(dir, "pool"), nil
 }
 
 // poolBytes is the size of a pool that has room for one region of usable bytes:
@@ -178,12 +244,16 @@ func (u *Up) socket(name string) string {
 }
 
 func (u *Up) startRM(ctx context.Context, host string, port int) error {
+	pool, err := u.poolPath()
+	if err != nil {
+		return err
+	}
 	cfg := rm.Config{
 		Host: host, Port: rm.DefaultPort, Insecure: u.opt.Insecure, UnixPath: u.socket("rm.sock"),
 		StateDir: u.path("rm"), Discovery: rm.DiscoverNone, Overcommit: u.opt.Overcommit,
 		Pools: []rm.PoolSpec{{
-			Kind: dax.KindFile, Path: u.path("pool"), SizeBytes: u.opt.CXLBytes + poolfmt.DataOffset, Name: "emulated",
-			Coherence: base.CoherenceHardware,
+			Kind: dax.KindFile, Path: pool, SizeBytes: u.opt.CXLBytes + poolfmt.DataOffset, Name: "emulated",
+			Coherence: base.CoherenceHardware, NUMANode: u.opt.NUMANode,
 		}},
 		Logger: u.opt.Log.With("program", "maru-resource-manager"), Version: u.opt.Version,
 	}
@@ -193,7 +263,6 @@ func (u *Up) startRM(ctx context.Context, host string, port int) error {
 	if u.opt.HTTP == HTTPOff || cfg.Port == rm.AnyPort {
 		cfg.HTTPPort = rm.NoPort
 	}
-	var err error
 	if u.rm, err = rm.Start(ctx, cfg); err != nil {
 		return fmt.Errorf("up: resource manager: %w", err)
 	}

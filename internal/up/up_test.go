@@ -9,10 +9,15 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/keys"
 	"github.com/xcena-dev/maru/internal/leak"
+	"github.com/xcena-dev/maru/internal/media/hugetlb"
+	"github.com/xcena-dev/maru/internal/media/hugetlb/hugetlbtest"
+	"github.com/xcena-dev/maru/internal/media/numa"
 )
 
 func TestMain(m *testing.M) { leak.Check(m) }
@@ -141,5 +146,55 @@ func TestWaitEndsWithItsContext(t *testing.T) {
 	cancel()
 	if err := <-done; err != nil {
 		t.Error(err)
+	}
+}
+
+// The pool on one node and on huge pages: used like any other, gone without a trace.
+func TestUpOnANodeAndHugePages(t *testing.T) {
+	zero, far := 0, 900
+	if _, err := numa.Nodes(""); err != nil {
+		t.Skip(err)
+	}
+	if _, err := Start(t.Context(), Options{Listen: "127.0.0.1:0", CXLBytes: 4 << 20, NUMANode: &far}); !errors.Is(err, base.ErrInvalid) {
+		t.Errorf("a node that is not there: %v", err)
+	}
+	if _, err := Start(t.Context(), Options{Listen: "127.0.0.1:0", NUMANode: &zero}); !errors.Is(err, base.ErrInvalid) {
+		t.Errorf("a node for no pool: %v", err)
+	}
+	store := func(o Options) {
+		t.Helper()
+		u := start(t, o)
+		defer stop(t, u)
+		c, err := client.Open(t.Context(), client.Config{
+			ServerAddress: u.Addresses().Server, Opaque: true, PageBytes: 4096, RegionBytes: 4 << 20,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = c.Close(context.Background()) }()
+		pages := make([]client.Page, 1)
+		if n, err := c.Alloc(t.Context(), 1, pages); n != 1 || err != nil {
+			t.Fatal(n, err)
+		}
+		copy(pages[0].Bytes, "on a node")
+	}
+	store(Options{CXLBytes: 4 << 20, NUMANode: &zero})
+
+	const bytes = 4<<20 + 4<<20 // with records, region line and header
+	hugetlbtest.Reserve(t, bytes/(2<<20))
+	mount, err := hugetlb.Mount("", hugetlb.Size2M)
+	if err != nil {
+		mount = t.TempDir()
+		if err := unix.Mount("none", mount, "hugetlbfs", 0, "pagesize=2M"); err != nil {
+			t.Skip("no hugetlbfs is mounted, and mounting one needs root: ", err)
+		}
+		t.Cleanup(func() { _ = unix.Unmount(mount, 0) })
+	}
+	if _, err := Start(t.Context(), Options{Listen: "127.0.0.1:0", CXLBytes: 1 << 40, Pages: PagesHuge2M}); !errors.Is(err, base.ErrFull) || !strings.Contains(err.Error(), "nr_hugepages") {
+		t.Errorf("more than is reserved: %v", err)
+	}
+	store(Options{CXLBytes: 4 << 20, NUMANode: &zero, Pages: PagesHuge2M})
+	if left, _ := filepath.Glob(filepath.Join(mount, "maru-up-*")); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
 	}
 }

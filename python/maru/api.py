@@ -89,6 +89,8 @@ class ClientConfig:
     value_bytes: int | None = None
     piece_bytes: int | None = None
     cpu_bytes: int | None = None
+    cpu_numa_node: int | None = None
+    cpu_hugepages: str | None = None
     segment_bytes: int | None = None
     cxl_bytes: int | None = None
     region_bytes: int | None = None

@@ -362,6 +362,10 @@ def _memory_line(settings: Settings, ranks: Ranks) -> str:
     cpu, cxl = settings.cpu_pool_bytes, settings.cxl_pool_bytes
     if cpu:
         parts.append(f"cpu {cpu} bytes for each of {ranks.size} ranks, {cpu * ranks.size} in all")
+        if nodes := settings.cpu_numa_nodes:
+            parts.append("from NUMA node" + f"{'s' * (len(nodes) > 1)} " + ", ".join(map(str, nodes)))
+        if settings.cpu_hugepages != "auto":
+            parts.append(f"huge pages {settings.cpu_hugepages}")
     if settings.backend != "cpu":
         bound = f"at most {cxl} bytes of cxl a rank" if cxl else "cxl as the server grants it"
         parts.append(f"{bound}, in regions of {settings.region_bytes} bytes")
@@ -397,6 +401,11 @@ def _configure(vllm_config: Any, kv_cache_config: Any) -> tuple[Settings, KVShap
             problems.append(
                 f"maru_kv_chunk_tokens={settings.chunk_tokens} is less than one engine block of {shape.block_tokens} tokens"
             )
+    if settings is not None and len(settings.cpu_numa_nodes) not in (0, 1, ranks.size):
+        problems.append(
+            f"maru_cpu_numa_node={list(settings.cpu_numa_nodes)} names {len(settings.cpu_numa_nodes)} nodes, "
+            f"allowed: one for all {ranks.size} ranks, or one for each"
+        )
     if problems:
         raise SettingsError(problems)
     assert settings is not None and shape is not None

@@ -21,6 +21,7 @@ _BACKENDS = ("cpu", "cxl", "mixed")
 _ROLES = ("kv_both",)
 _DEFAULT_POOL = 1 << 30  # the original's default of maru_pool_size
 _DEFAULT_CHUNK_TOKENS = 256
+_MAX_NODE = 1022  # the library's bound
 
 
 class SettingsError(ValueError):
@@ -51,12 +52,13 @@ def parse_size(value: Any) -> int:
 class Settings:
     """What the connector was told. Units stand in the names or are tokens and bytes as said.
 
-    server_url: address of maru-server. backend: cpu, cxl or mixed. cpu_pool_bytes:
-    private memory of each worker. cxl_pool_bytes: bound of this worker's cxl grants
-    (0: the server's). region_bytes: first cxl region and growth. chunk_tokens: tokens
-    of one object before it is aligned down to whole blocks. min_hit_tokens: a shorter
-    hit is left to the engine; None: learned. load_bytes, store_bytes: what the library
-    copies at a time; 0: as fits the device. lookup_timeout_ms: a lookup without an answer is a miss. run_dir:
+    server_url: address of maru-server. backend: cpu, cxl or mixed. cpu_pool_bytes: private memory
+    of each worker. cpu_numa_nodes: where that memory comes from; one node for all ranks or one a
+    rank, empty: as the kernel likes. cpu_hugepages: its pages. cxl_pool_bytes: bound of this
+    worker's cxl grants (0: the server's). region_bytes: first cxl region and growth. chunk_tokens:
+    tokens of one object before it is aligned down to whole blocks. min_hit_tokens: a shorter hit is
+    left to the engine; None: learned. load_bytes, store_bytes: what the library copies at a time;
+    0: as fits the device. lookup_timeout_ms: a lookup without an answer is a miss. run_dir:
     directory of the records for `maru explain`; "" is the default one, None is none.
     lora_digests: digests of adapters by name. multimodal: whether inputs other than text
     are cached by the engine's identifiers.
@@ -68,6 +70,8 @@ class Settings:
     engine_id: str
     instance_id: str
     cpu_pool_bytes: int = 0
+    cpu_numa_nodes: tuple[int, ...] = ()
+    cpu_hugepages: str = "auto"
     cxl_pool_bytes: int = 0
     region_bytes: int = 0
     write_order: tuple[str, ...] = ()
@@ -94,6 +98,8 @@ _KNOWN = {
     "maru_server_url",
     "maru_storage_backend",
     "maru_cpu_pool_size",
+    "maru_cpu_numa_node",
+    "maru_cpu_hugepages",
     "maru_cxl_pool_size",
     "maru_pool_size",
     "maru_write_order",
@@ -211,6 +217,19 @@ class _Reader:
             return None
         return value.strip()
 
+    def nodes(self, key: str) -> tuple[int, ...]:
+        value = self.extra.get(key)
+        if value is None:
+            return ()
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+        items = [int(i) if isinstance(i, str) and i.strip().isdigit() else i for i in items]
+        if not items or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _MAX_NODE for i in items):
+            self.problems.append(
+                f"{key}={value!r} must be a NUMA node from 0 to {_MAX_NODE}, or one for each rank such as '0,0,1,1'"
+            )
+            return ()
+        return tuple(items)
+
     def min_hit(self) -> int | None:
         value = self.extra.get("maru_min_hit_tokens")
         if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
@@ -289,6 +308,8 @@ def parse_settings(
         engine_id=r.text("maru_engine_id", engine_id),
         instance_id=r.text("maru_instance_id", engine_id),
         cpu_pool_bytes=cpu,
+        cpu_numa_nodes=r.nodes("maru_cpu_numa_node"),
+        cpu_hugepages=r.choice("maru_cpu_hugepages", "auto", ("auto", "off", "2M", "1G")),
         cxl_pool_bytes=cxl,
         region_bytes=region,
         write_order=r.order("maru_write_order", backend),
@@ -324,8 +345,9 @@ def _pools(r: _Reader, backend: str) -> tuple[int, int, int]:
         )
     if backend == "cpu" and r.given("maru_cxl_pool_size"):
         r.problems.append("maru_cxl_pool_size has no meaning on the cpu backend")
-    if backend == "cxl" and r.given("maru_cpu_pool_size"):
-        r.problems.append("maru_cpu_pool_size has no meaning on the cxl backend: use mixed, or maru_pool_size")
+    for key in ("maru_cpu_pool_size", "maru_cpu_numa_node", "maru_cpu_hugepages"):
+        if backend == "cxl" and r.given(key):
+            r.problems.append(f"{key} has no meaning on the cxl backend: use mixed, or maru_pool_size")
     cpu = cxl = region = 0
     if backend in ("cpu", "mixed"):
         cpu = r.size("maru_cpu_pool_size", 0)

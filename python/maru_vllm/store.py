@@ -45,6 +45,11 @@ def open_worker(
     config.rank, config.world_size = rank, ranks.size
     config.value_bytes = value_bytes
     config.cpu_bytes = settings.cpu_pool_bytes or None
+    if settings.cpu_numa_nodes:
+        nodes = settings.cpu_numa_nodes
+        config.cpu_numa_node = nodes[rank if len(nodes) > 1 else 0]
+    if settings.cpu_hugepages != "auto":
+        config.cpu_hugepages = settings.cpu_hugepages
     config.cxl_bytes = settings.cxl_pool_bytes or None
     config.region_bytes = settings.region_bytes or None
     config.write_order, config.read_order = settings.write_order, settings.read_order

@@ -8,6 +8,7 @@ import select
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +215,21 @@ def test_namespaces_are_apart(system: System, key: Callable[[object], str]) -> N
         one.store(c.keys(), Runs.of([payload(0)]))
         assert one.probe(c.keys())[0] == 1
         assert two.probe(c.keys())[0] == 0
+
+
+@pytest.mark.skipif(not Path("/sys/devices/system/node/node0").exists(), reason="this kernel tells of no NUMA nodes")
+def test_private_cpu_pool_on_a_node(system: System, key: Callable[[object], str]) -> None:
+    ns = namespace(key)
+    fields = {"region_bytes": None, "cpu_bytes": 4 << 20}
+    with pytest.raises(InvalidError, match="NUMA node 900 has no memory or is not there; nodes with memory: 0"):
+        Client(config(system, ns, **fields, cpu_numa_node=900))
+    with pytest.raises(MaruError, match="huge pages of 1G"):
+        Client(config(system, ns, **fields | {"cpu_bytes": 1 << 50}, cpu_hugepages="1G", segment_bytes=1 << 40))
+    with Client(config(system, ns, **fields, cpu_numa_node=0, cpu_hugepages="auto")) as one:
+        c = chain(ns, 1)
+        assert one.store(c.keys(), Runs.of([payload(5)])).tolist() == [Code.OK]
+        bound = [line for line in Path("/proc/self/numa_maps").read_text().splitlines() if "maru-cpu-0" in line]
+        assert bound and all(" bind:0 " in line for line in bound), bound
 
 
 def test_private_cpu_pool(system: System, key: Callable[[object], str]) -> None:

@@ -500,10 +500,16 @@ def test_mixed_orders() -> None:
             "maru_cxl_pool_size": "32G",
             "maru_write_order": "cxl,cpu",
             "maru_read_order": ["cpu", "cxl"],
+            "maru_cpu_numa_node": "0, 1",
+            "maru_cpu_hugepages": "2M",
         }
     )
+    assert s.cpu_numa_nodes == (0, 1) and s.cpu_hugepages == "2M"
     assert s.write_order == ("cxl", "cpu") and s.read_order == ("cpu", "cxl")
     assert (s.cpu_pool_bytes, s.cxl_pool_bytes) == (8 << 30, 32 << 30)
+
+
+CPU = GOOD | {"maru_storage_backend": "cpu", "maru_cpu_pool_size": "1G"}
 
 
 @pytest.mark.parametrize(
@@ -516,6 +522,10 @@ def test_mixed_orders() -> None:
         (GOOD | {"maru_storage_backend": "remote_cxl"}, "not in this version"),
         (GOOD | {"maru_storage_backend": "cpu"}, "maru_cpu_pool_size is missing"),
         (GOOD | {"maru_storage_backend": "cpu", "maru_cpu_pool_size": "1G", "maru_pool_size": "1G"}, "CFG-03"),
+        (GOOD | {"maru_cpu_numa_node": 0}, "maru_cpu_numa_node has no meaning on the cxl backend"),
+        (CPU | {"maru_cpu_numa_node": "0;1"}, "maru_cpu_numa_node='0;1'"),
+        (CPU | {"maru_cpu_numa_node": [0, -1]}, "one for each rank"),
+        (CPU | {"maru_cpu_hugepages": "4M"}, "maru_cpu_hugepages='4M'"),
         (GOOD | {"maru_pool_size": "-1"}, "maru_pool_size"),
         (GOOD | {"maru_pool_size": 0}, "positive"),
         (GOOD | {"maru_async_load": False}, "asynchronous only"),

@@ -24,8 +24,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/media/hugetlb"
 	"github.com/xcena-dev/maru/internal/media/mapping"
 	"github.com/xcena-dev/maru/internal/media/memlimit"
+	"github.com/xcena-dev/maru/internal/media/numa"
 )
 
 const (
@@ -43,10 +45,47 @@ type HugePages uint8
 
 // Kinds of pages.
 const (
-	HugePagesAdvise  HugePages = iota // transparent huge pages, where the kernel gives them
-	HugePagesNone                     // small pages
-	HugePagesReserve                  // hugetlb pages, which the operator has reserved (vm.nr_hugepages)
+	HugePagesAdvise HugePages = iota // transparent huge pages, where the kernel gives them
+	HugePagesNone                    // small pages
+	HugePages2M                      // hugetlb pages, which the operator has reserved
+	HugePages1G                      // the same
 )
+
+func (h HugePages) String() string {
+	switch h {
+	case HugePagesAdvise:
+		return "auto"
+	case HugePagesNone:
+		return "off"
+	case HugePages2M, HugePages1G:
+		return h.size().String()
+	}
+	return fmt.Sprintf("hugepages(%d)", uint8(h))
+}
+
+// ParseHugePages reads what String shows; "" is the default. Errors: ErrInvalid.
+func ParseHugePages(s string) (HugePages, error) {
+	for h := HugePagesAdvise; h <= HugePages1G; h++ {
+		if s == h.String() || s == "" {
+			return h, nil
+		}
+	}
+	return HugePagesAdvise, fmt.Errorf("%w: huge pages %q, allowed: auto, off, 2M, 1G", base.ErrInvalid, s)
+}
+
+// size is that of reserved pages, 0 of others.
+func (h HugePages) size() hugetlb.Size {
+	switch h {
+	case HugePages2M:
+		return hugetlb.Size2M
+	case HugePages1G:
+		return hugetlb.Size1G
+	}
+	return 0
+}
+
+// GranuleBytes is what the size of a pool is a multiple of.
+func (h HugePages) GranuleBytes() uint64 { return max(4096, uint64(h.size())) }
 
 // Overcommit says whether a pool may be larger than the memory that is available.
 type Overcommit uint8
@@ -59,12 +98,16 @@ const (
 
 // Options of a pool.
 type Options struct {
-	// SizeBytes is the size of the pool, a multiple of 4096. All of it is usable.
+	// SizeBytes is the size of the pool, a multiple of HugePages.GranuleBytes. All of it
+	// is usable.
 	SizeBytes uint64
-	// SegmentBytes bounds one segment, a multiple of 2 MiB; 0 means DefaultSegmentBytes.
+	// SegmentBytes bounds one segment, a multiple of 2 MiB and of GranuleBytes; 0 means
+	// DefaultSegmentBytes.
 	SegmentBytes uint64
 	HugePages    HugePages
-	Overcommit   Overcommit
+	// NUMANode is where all of the memory comes from, strictly; nil: as the kernel likes.
+	NUMANode   *int
+	Overcommit Overcommit
 	// Name is shown in /proc/PID/maps; empty means "maru-cpu".
 	Name string
 	// Root is put in front of /proc and /sys when memory is asked for; "" outside tests.
@@ -85,9 +128,10 @@ type Pool struct {
 	}
 }
 
-// New makes a pool. Errors: ErrInvalid (sizes; more than the memory that is available,
-// unless overcommitted), ErrFull (no huge pages, no address space), ErrLimit (segments
-// or file descriptors).
+// New makes a pool. Errors: ErrInvalid (sizes; a node that is not there; more than the
+// memory that is available, unless overcommitted), ErrFull (not enough huge pages are
+// reserved, no address space), ErrLimit (segments or file descriptors), ErrDenied and
+// ErrUnsupported (nodes, huge pages).
 func New(o Options) (*Pool, error) {
 	if o.SegmentBytes == 0 {
 		o.SegmentBytes = DefaultSegmentBytes
@@ -113,26 +157,37 @@ func New(o Options) (*Pool, error) {
 }
 
 func (o Options) check() error {
-	granule := uint64(4096)
-	if o.HugePages == HugePagesReserve {
-		granule = AlignBytes
-	}
+	granule := o.HugePages.GranuleBytes()
+	align := max(granule, AlignBytes)
 	switch {
+	case o.HugePages > HugePages1G:
+		return fmt.Errorf("%w: %s of the cpu pool", base.ErrInvalid, o.HugePages)
 	case o.SizeBytes == 0 || o.SizeBytes%granule != 0:
 		return fmt.Errorf("%w: size of the cpu pool is %d bytes, must be a positive multiple of %d", base.ErrInvalid, o.SizeBytes, granule)
-	case o.SegmentBytes%AlignBytes != 0:
-		return fmt.Errorf("%w: segment size of the cpu pool is %d bytes, must be a multiple of %d", base.ErrInvalid, o.SegmentBytes, uint64(AlignBytes))
+	case o.SegmentBytes%align != 0:
+		return fmt.Errorf("%w: segment size of the cpu pool is %d bytes, must be a multiple of %d", base.ErrInvalid, o.SegmentBytes, align)
 	case o.SizeBytes > 1<<56:
 		return fmt.Errorf("%w: size of the cpu pool is %d bytes, more than any machine has", base.ErrInvalid, o.SizeBytes)
 	case (o.SizeBytes-1)/o.SegmentBytes >= maxSegmentCount:
 		return fmt.Errorf("%w: a cpu pool of %d bytes in segments of %d has more than %d of them; make segments larger",
 			base.ErrLimit, o.SizeBytes, o.SegmentBytes, maxSegmentCount)
 	}
-	// Reserved huge pages are no part of MemAvailable; the kernel refuses what is not there.
-	if o.Overcommit == OvercommitAllow || o.HugePages == HugePagesReserve {
+	if o.NUMANode != nil {
+		if err := numa.Check(o.Root, *o.NUMANode); err != nil {
+			return fmt.Errorf("cpu pool: %w", err)
+		}
+	}
+	// Reserved huge pages are no part of MemAvailable.
+	if size := o.HugePages.size(); size != 0 {
+		if err := hugetlb.Check(o.Root, size, o.NUMANode, o.SizeBytes); err != nil {
+			return fmt.Errorf("cpu pool of %d bytes: %w", o.SizeBytes, err)
+		}
 		return nil
 	}
-	have, err := memlimit.Read(o.Root)
+	if o.Overcommit == OvercommitAllow {
+		return nil
+	}
+	have, err := memlimit.ReadOn(o.Root, o.NUMANode)
 	if err != nil {
 		return fmt.Errorf("%w; allow overcommit to go on without knowing", err)
 	}
@@ -146,8 +201,12 @@ func (o Options) check() error {
 func (o Options) segment(index int, size uint64) (int, *mapping.Mapping, error) {
 	name := fmt.Sprintf("%s-%d", o.Name, index)
 	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
-	if o.HugePages == HugePagesReserve {
+	switch o.HugePages {
+	case HugePages2M:
 		flags |= unix.MFD_HUGETLB | unix.MFD_HUGE_2MB
+	case HugePages1G:
+		flags |= unix.MFD_HUGETLB | unix.MFD_HUGE_1GB
+	case HugePagesAdvise, HugePagesNone:
 	}
 	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
 	if errors.Is(err, unix.EINVAL) {
@@ -178,11 +237,11 @@ func (o Options) mapSegment(fd int, name string, size uint64) (*mapping.Mapping,
 		advice = mapping.AdviceHugePages
 	}
 	backing := mapping.BackingMemory
-	if o.HugePages == HugePagesReserve {
+	if o.HugePages.size() != 0 {
 		backing = mapping.BackingHeld // mapping reserved them
 	}
 	return mapping.Map(fd, 0, size, mapping.Options{
-		Access: mapping.ReadWrite, Advice: advice, Backing: backing, MemoryRoot: o.Root, Name: "memory " + name,
+		Access: mapping.ReadWrite, Advice: advice, Backing: backing, Node: o.NUMANode, MemoryRoot: o.Root, Name: "memory " + name,
 	})
 }
 

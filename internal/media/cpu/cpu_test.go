@@ -12,6 +12,8 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/leak"
+	"github.com/xcena-dev/maru/internal/media/hugetlb/hugetlbtest"
+	"github.com/xcena-dev/maru/internal/media/numa"
 )
 
 func TestMain(m *testing.M) { leak.Check(m) }
@@ -94,7 +96,7 @@ func TestRefuses(t *testing.T) {
 		{"astronomic", Options{SizeBytes: 1 << 60}, base.ErrInvalid, "any machine"},
 		{"memory", Options{SizeBytes: 2 << 20, Root: root}, base.ErrInvalid, "overcommit"},
 		{"unknown memory", Options{SizeBytes: 4096, Root: t.TempDir()}, base.ErrUnavailable, "overcommit"},
-		{"huge pages, unaligned", Options{SizeBytes: 4096, HugePages: HugePagesReserve}, base.ErrInvalid, "2097152"},
+		{"huge pages, unaligned", Options{SizeBytes: 4096, HugePages: HugePages2M}, base.ErrInvalid, "2097152"},
 	}
 	for _, c := range cases {
 		p, err := New(c.o)
@@ -113,7 +115,7 @@ func TestRefuses(t *testing.T) {
 }
 
 func TestReservedHugePages(t *testing.T) {
-	p, err := New(Options{SizeBytes: 4 << 20, HugePages: HugePagesReserve})
+	p, err := New(Options{SizeBytes: 4 << 20, HugePages: HugePages2M})
 	if err == nil {
 		err = p.Segments()[0].Guard(func() { p.Segments()[0].Bytes()[0] = 1 })
 		_ = p.Close()
@@ -178,4 +180,63 @@ func BenchmarkNew64GiB(b *testing.B) {
 			b.Fatal(err)
 		}
 	}
+}
+
+// Memory of one node, of transparent and of reserved huge pages.
+func TestNodeAndHugePages(t *testing.T) {
+	zero, far := 0, 900
+	if _, err := numa.Nodes(""); err != nil {
+		t.Skip(err)
+	}
+	if _, err := New(Options{SizeBytes: 4 << 20, NUMANode: &far}); !errors.Is(err, base.ErrInvalid) || !strings.Contains(err.Error(), "node 900") {
+		t.Errorf("a node that is not there: %v", err)
+	}
+	p, err := New(Options{SizeBytes: 4 << 20, NUMANode: &zero, Name: "maru-test-node"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = p.Close() }()
+	if line := numaLine(t, "maru-test-node"); !strings.Contains(line, " bind:0 ") {
+		t.Errorf("policy %q", line)
+	}
+	if err := p.Populate(t.Context(), 1); err != nil {
+		t.Error(err)
+	}
+
+	hugetlbtest.Reserve(t, 4)
+	if _, err := New(Options{SizeBytes: 1 << 40, SegmentBytes: 1 << 40, HugePages: HugePages2M}); !errors.Is(err, base.ErrFull) || !strings.Contains(err.Error(), "nr_hugepages") {
+		t.Errorf("more than is reserved: %v", err)
+	}
+	if _, err := New(Options{SizeBytes: 3 << 20, HugePages: HugePages2M}); !errors.Is(err, base.ErrInvalid) {
+		t.Errorf("half a page: %v", err)
+	}
+	h, err := New(Options{SizeBytes: 8 << 20, SegmentBytes: 4 << 20, NUMANode: &zero, HugePages: HugePages2M, Name: "maru-test-huge"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = h.Close() }()
+	if err := h.Populate(t.Context(), 2); err != nil {
+		t.Fatal(err)
+	}
+	if line := numaLine(t, "maru-test-huge"); !strings.Contains(line, " bind:0 ") || !strings.Contains(line, "kernelpagesize_kB=2048") {
+		t.Errorf("huge pages %q", line)
+	}
+	// All of it is taken: the next one is told what there is.
+	if _, err := New(Options{SizeBytes: 2 << 20, HugePages: HugePages2M}); !errors.Is(err, base.ErrFull) || !strings.Contains(err.Error(), "0 of them are free") {
+		t.Errorf("a pool beside it: %v", err)
+	}
+}
+
+func numaLine(t *testing.T, name string) string {
+	t.Helper()
+	b, err := os.ReadFile("/proc/self/numa_maps")
+	if err != nil {
+		t.Skip("the kernel shows no policies: ", err)
+	}
+	for line := range strings.Lines(string(b)) {
+		if strings.Contains(line, name) {
+			return line
+		}
+	}
+	return ""
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/media/memlimit"
+	"github.com/xcena-dev/maru/internal/media/numa"
 )
 
 // makeFile makes a file of full size. It gets its name only when it is whole: what dies
@@ -79,6 +80,14 @@ func allocate(f *os.File, path string, size uint64, o OpenOptions) error {
 
 // allocateMissing allocates [0, size), of which missing bytes are not there yet.
 func allocateMissing(f *os.File, path string, size, missing uint64, o OpenOptions) error {
+	if o.NUMANode == nil {
+		return allocateHere(f, path, size, missing, o)
+	}
+	return numa.With(*o.NUMANode, func() error { return allocateHere(f, path, size, missing, o) })
+}
+
+// allocateHere is allocateMissing under whatever policy the thread has.
+func allocateHere(f *os.File, path string, size, missing uint64, o OpenOptions) error {
 	var fsys unix.Statfs_t
 	if err := unix.Fstatfs(int(f.Fd()), &fsys); err != nil {
 		return openError(path, err)
@@ -89,7 +98,7 @@ func allocateMissing(f *os.File, path string, size, missing uint64, o OpenOption
 		return fullError(path, missing, free, tmpfs)
 	}
 	if tmpfs && !o.Overcommit {
-		if have, err := memlimit.Read(o.ProcRoot); err == nil && missing > have.Bytes {
+		if have, err := memlimit.ReadOn(o.ProcRoot, o.NUMANode); err == nil && missing > have.Bytes {
 			return fmt.Errorf("%w: %s lies in memory (tmpfs) and needs %s, available are %s (%s); choose a smaller size or allow overcommit",
 				base.ErrInvalid, path, humanBytes(missing), humanBytes(have.Bytes), have.Source)
 		}

@@ -72,6 +72,9 @@ type OpenOptions struct {
 	Lock     Lock
 	// Overcommit lets a file on tmpfs be larger than the memory that is available.
 	Overcommit bool
+	// NUMANode is where the memory of a file that is made on tmpfs or hugetlbfs comes
+	// from, strictly; nil: as the kernel likes.
+	NUMANode *int
 	// HugePages asks for transparent huge pages in mappings of files on tmpfs.
 	HugePages bool
 	// SysfsRoot and ProcRoot are for tests; empty means "/sys" and "/".
@@ -216,6 +219,10 @@ func (x *File) inspectDevice() error {
 
 func (x *File) inspectFile(info fs.FileInfo) error {
 	x.kind, x.sizeBytes, x.alignBytes = KindFile, uint64(info.Size()), uint64(os.Getpagesize())
+	var fsys unix.Statfs_t
+	if err := unix.Fstatfs(int(x.f.Fd()), &fsys); err == nil && fsys.Type == unix.HUGETLBFS_MAGIC {
+		x.alignBytes = uint64(fsys.Bsize) //nolint:gosec // a block size is positive
+	}
 	var st unix.Statx_t
 	err := unix.Statx(int(x.f.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_BASIC_STATS, &st)
 	if err == nil && st.Attributes_mask&st.Attributes&unix.STATX_ATTR_DAX != 0 {

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/media/numa"
 )
 
 // Access says what a mapping allows.
@@ -65,6 +66,8 @@ type Options struct {
 	Sync    Sync
 	Advice  Advice
 	Backing Backing
+	// Node is the NUMA node that memory is taken from; nil: any.
+	Node *int
 	// MemoryRoot is put in front of /proc and /sys when memory is asked for; "" outside tests.
 	MemoryRoot string
 	// Name is what errors call it: a path as a rule.
@@ -78,6 +81,7 @@ type Mapping struct {
 	name    string
 	access  Access
 	backing Backing
+	node    *int
 	root    string
 	size    uint64
 
@@ -89,7 +93,7 @@ type Mapping struct {
 
 // Map maps length bytes of fd from offset, shared. The descriptor may be closed
 // afterwards. Errors: ErrInvalid, ErrFull (no address space or huge pages), ErrDenied,
-// ErrUnsupported.
+// ErrUnsupported; of a node those of numa.Bind.
 func Map(fd int, offset, length uint64, o Options) (*Mapping, error) {
 	page := uint64(os.Getpagesize())
 	switch {
@@ -111,11 +115,17 @@ func Map(fd int, offset, length uint64, o Options) (*Mapping, error) {
 		_ = unix.Munmap(data)
 		return nil, fmt.Errorf("%w: keeping children away from %s: %w", base.ErrUnsupported, o.Name, err)
 	}
+	if o.Node != nil {
+		if err := numa.Bind(data, *o.Node); err != nil {
+			_ = unix.Munmap(data)
+			return nil, fmt.Errorf("mapping %s: %w", o.Name, err)
+		}
+	}
 	if o.Advice == AdviceHugePages {
 		// A kernel without huge pages for this memory is slower, not wrong.
 		_ = unix.Madvise(data, unix.MADV_HUGEPAGE)
 	}
-	m := &Mapping{name: o.Name, access: o.Access, backing: o.Backing, root: o.MemoryRoot, size: length}
+	m := &Mapping{name: o.Name, access: o.Access, backing: o.Backing, node: o.Node, root: o.MemoryRoot, size: length}
 	m.mu.data = data
 	start := addressOf(data)
 	addLive(start, start+uintptr(len(data)))

@@ -86,7 +86,7 @@ func (m *Mapping) reserve() (uint64, error) {
 	if m.backing != BackingMemory {
 		return 0, nil
 	}
-	have, err := memlimit.Read(m.root)
+	have, err := memlimit.ReadOn(m.root, m.node)
 	if err != nil {
 		return 0, fmt.Errorf("touching %s ahead: %w", m.name, err)
 	}
@@ -97,7 +97,7 @@ func (m *Mapping) checkMemory(reserve uint64) error {
 	if m.backing != BackingMemory {
 		return nil
 	}
-	have, err := memlimit.Read(m.root)
+	have, err := memlimit.ReadOn(m.root, m.node)
 	if err != nil {
 		return fmt.Errorf("touching %s ahead: %w", m.name, err)
 	}

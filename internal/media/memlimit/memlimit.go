@@ -1,6 +1,6 @@
 // Package memlimit says how much memory this process can still take: of the machine
-// (MemAvailable) and of its control groups (v1 and v2, at every level). It limits
-// nothing itself. There are no goroutines and no locks.
+// (MemAvailable), of one of its NUMA nodes, and of its control groups (v1 and v2, at
+// every level). It limits nothing itself. There are no goroutines and no locks.
 package memlimit
 
 import (
@@ -25,7 +25,11 @@ type Available struct {
 
 // Read returns what can be had now. root is put in front of all paths ("" outside
 // tests). Errors: ErrUnavailable when the kernel tells nothing.
-func Read(root string) (Available, error) {
+func Read(root string) (Available, error) { return ReadOn(root, nil) }
+
+// ReadOn is Read for memory that comes from one NUMA node alone; nil: from any. Errors:
+// those of Read, and ErrUnavailable when the kernel tells nothing of the node.
+func ReadOn(root string, node *int) (Available, error) {
 	best := Available{Bytes: math.MaxUint64}
 	meminfo := filepath.Join("/", root, "proc/meminfo")
 	if b, err := os.ReadFile(meminfo); err == nil {
@@ -33,7 +37,15 @@ func Read(root string) (Available, error) {
 			best = Available{Bytes: kb << 10, Source: "MemAvailable in /proc/meminfo"}
 		}
 	}
-	for _, a := range cgroups(root) {
+	others := cgroups(root)
+	if node != nil {
+		a, err := readNode(root, *node)
+		if err != nil {
+			return a, err
+		}
+		others = append(others, a)
+	}
+	for _, a := range others {
 		if a.Bytes < best.Bytes {
 			best = a
 		}
@@ -42,6 +54,25 @@ func Read(root string) (Available, error) {
 		return best, fmt.Errorf("%w: %s tells no MemAvailable", base.ErrUnavailable, meminfo)
 	}
 	return best, nil
+}
+
+// readNode estimates MemAvailable of a node, which the kernel counts for the machine
+// only: what is free, and half of the clean cache, as it does.
+func readNode(root string, node int) (Available, error) {
+	dir := filepath.Join("/", root, "sys/devices/system/node", "node"+strconv.Itoa(node))
+	b, err := os.ReadFile(filepath.Join(dir, "meminfo"))
+	if err != nil {
+		return Available{}, fmt.Errorf("%w: memory of NUMA node %d: %w", base.ErrUnavailable, node, err)
+	}
+	prefix := fmt.Sprintf("Node %d ", node)
+	b = bytes.ReplaceAll(b, []byte(prefix), nil)
+	free, ok := field(b, "MemFree:")
+	if !ok {
+		return Available{}, fmt.Errorf("%w: %s/meminfo tells no MemFree", base.ErrUnavailable, dir)
+	}
+	active, _ := field(b, "Active(file):")
+	inactive, _ := field(b, "Inactive(file):")
+	return Available{Bytes: (free + (active+inactive)/2) << 10, Source: dir + "/meminfo"}, nil
 }
 
 // field finds "name value ..." on a line of its own.
