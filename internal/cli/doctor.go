@@ -8,21 +8,30 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/xcena-dev/maru/internal/doctor"
+	"github.com/xcena-dev/maru/internal/media/cpu"
 )
 
 func (t *tool) doctorCommand() *cobra.Command {
 	var (
-		pool   string
-		asJSON bool
+		opt         doctor.Options
+		pool, pages string
+		node        int
+		asJSON      bool
 	)
 	cmd := &cobra.Command{
 		Use: "doctor", Short: "Look at this machine as a place for Maru, and say the cure for what is wrong", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			size, err := sizeFlag("pool-size", pool)
-			if err != nil {
+			var err error
+			if opt.PoolBytes, err = sizeFlag("pool-size", pool); err != nil {
 				return err
 			}
-			findings := doctor.Examine(cmd.Context(), doctor.Options{PoolBytes: size})
+			if opt.Pages, err = cpu.ParseHugePages(pages); err != nil {
+				return fmt.Errorf("--hugepages: %w", err)
+			}
+			if cmd.Flags().Changed("numa-node") {
+				opt.Node = &node
+			}
+			findings := doctor.Examine(cmd.Context(), opt)
 			built := "maru " + t.version
 			if info, ok := debug.ReadBuildInfo(); ok {
 				built += ", built with " + info.GoVersion
@@ -45,6 +54,9 @@ func (t *tool) doctorCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&pool, "pool-size", "", "size of the pool that this machine should hold, for example 64G")
+	cmd.Flags().StringVar(&pages, "hugepages", "", "what that pool is made of: auto, off, 2M or 1G")
+	cmd.Flags().IntVar(&node, "numa-node", 0, "NUMA node that its memory comes from (default: any)")
+	cmd.Flags().StringVar(&opt.Python, "python", "", "interpreter that runs the engine, to look at its version")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print one JSON array")
 	return cmd
 }

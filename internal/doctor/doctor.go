@@ -15,8 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/xcena-dev/maru/internal/media/cpu"
 	"github.com/xcena-dev/maru/internal/media/dax"
-	"github.com/xcena-dev/maru/internal/media/memlimit"
 	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/rm"
 	"github.com/xcena-dev/maru/internal/server"
@@ -45,14 +45,23 @@ type Finding struct {
 type Options struct {
 	// PoolBytes is the size of the pool that somebody wants; 0: only say what fits.
 	PoolBytes uint64
+	// Node is the NUMA node that the pool's memory comes from; nil: any.
+	Node *int
+	// Pages is what the pool is made of.
+	Pages cpu.HugePages
+	// Python is the interpreter that runs the engine; "": it is not looked at.
+	Python string
 	// Root is put in front of /proc, /sys and /dev, for tests.
 	Root string
+	// CUDA tells the version of the driver, for tests; nil: it is asked.
+	CUDA func() (int, error)
 }
 
 // Examine takes every look.
 func Examine(ctx context.Context, o Options) []Finding {
 	return []Finding{
-		kernel(), devices(o), sharedMemory(o), memory(o), memlock(), maps(o), ports(ctx), identity(o), pidNamespace(o), nvidia(o),
+		kernel(), devices(o), sharedMemory(o), memory(o), container(o), memlock(o), hugePages(o), maps(o), distances(o), ports(ctx), identity(o),
+		pidNamespace(o), nvidia(o), cuda(o), mps(o), engine(ctx, o),
 	}
 }
 
@@ -97,7 +106,7 @@ func devices(o Options) Finding {
 	}
 	var found []string
 	for _, d := range all {
-		found = append(found, fmt.Sprintf("%s %s driver %s", d.Path, settings.FormatSize(d.SizeBytes), d.Driver))
+		found = append(found, fmt.Sprintf("%s %s driver %s", d.Path, sizeText(d.SizeBytes), d.Driver))
 		if d.Driver == dax.DriverKmem {
 			f.Status, f.Cure = Note, "kmem gives a device's memory to the system: `daxctl reconfigure-device --mode=devdax "+d.Name+"` gives it back"
 		}
@@ -116,58 +125,14 @@ func sharedMemory(o Options) Finding {
 		return Finding{Name: f.Name, Status: Bad, Found: err.Error(), Cure: "mount a tmpfs on /dev/shm, or give `maru up --dir` another place"}
 	}
 	total, free := s.Blocks*uint64(s.Bsize), s.Bavail*uint64(s.Bsize) //nolint:gosec // a block size is positive
-	f.Found = fmt.Sprintf("%s, %s free", settings.FormatSize(total), settings.FormatSize(free))
+	f.Found = fmt.Sprintf("%s, %s free", sizeText(total), sizeText(free))
 	switch {
 	case o.PoolBytes > free:
 		f.Status = Bad
 		f.Cure = fmt.Sprintf("the pool needs %s: remove files there, or `mount -o remount,size=%s /dev/shm` (containers: --shm-size)",
-			settings.FormatSize(o.PoolBytes), settings.FormatSize(o.PoolBytes*5/4))
+			sizeText(o.PoolBytes), sizeText(o.PoolBytes*5/4))
 	case total <= 64<<20:
 		f.Status, f.Cure = Bad, "this is a container's default: give it --shm-size, or mount the host's /dev/shm"
-	}
-	return f
-}
-
-func memory(o Options) Finding {
-	f := Finding{Name: "memory", Status: OK}
-	a, err := memlimit.Read(o.Root)
-	if err != nil {
-		return Finding{Name: f.Name, Status: Bad, Found: err.Error(), Cure: "mount /proc"}
-	}
-	f.Found = fmt.Sprintf("%s available (%s)", settings.FormatSize(a.Bytes), a.Source)
-	if o.PoolBytes > a.Bytes {
-		f.Status = Bad
-		f.Cure = fmt.Sprintf("a pool of %s does not fit: make it smaller, raise the limit, or --overcommit to try all the same", settings.FormatSize(o.PoolBytes))
-	}
-	return f
-}
-
-func memlock() Finding {
-	f := Finding{Name: "locked memory", Status: OK}
-	var r unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &r); err != nil {
-		return Finding{Name: f.Name, Status: Note, Found: err.Error()}
-	}
-	if r.Cur == unix.RLIM_INFINITY {
-		f.Found = "unlimited"
-		return f
-	}
-	f.Status, f.Found = Note, settings.FormatSize(r.Cur)
-	f.Cure = "registering a pool with a NIC locks it: `ulimit -l unlimited` (systemd: LimitMEMLOCK=infinity; containers: --ulimit memlock=-1)"
-	return f
-}
-
-func maps(o Options) Finding {
-	f := Finding{Name: "mappings a process", Status: OK}
-	b, err := os.ReadFile(o.path("proc/sys/vm/max_map_count"))
-	if err != nil {
-		return Finding{Name: f.Name, Status: Note, Found: err.Error()}
-	}
-	n, _ := strconv.Atoi(strings.TrimSpace(string(b)))
-	f.Found = fmt.Sprintf("at most %d", n)
-	const few = 65530 // the kernel's default
-	if n < few {
-		f.Status, f.Cure = Note, fmt.Sprintf("each mapped region takes one: `sysctl vm.max_map_count=%d`", few)
 	}
 	return f
 }
@@ -220,4 +185,19 @@ func pidNamespace(o Options) Finding {
 		f.Status, f.Cure = Note, "clients of another pid namespace are not provable after a daemon's restart: run the daemons with the host's (--pid=host)"
 	}
 	return f
+}
+
+// sizeText is an amount as a person reads it: exact where that is short.
+func sizeText(n uint64) string {
+	exact := settings.FormatSize(n)
+	if len(exact) <= len("1023GiB") || n < 1<<20 {
+		return exact
+	}
+	units := []string{"MiB", "GiB", "TiB", "PiB"}
+	value := float64(n) / (1 << 20)
+	i := 0
+	for ; value >= 1024 && i < len(units)-1; i++ {
+		value /= 1024
+	}
+	return fmt.Sprintf("%.1f%s", value, units[i])
 }

@@ -39,7 +39,7 @@ func TestAPoolThatDoesNotFit(t *testing.T) {
 	}
 }
 
-func write(t *testing.T, root, path, text string) {
+func put(t *testing.T, root, path, text string) {
 	t.Helper()
 	full := filepath.Join(root, path)
 	if err := os.MkdirAll(filepath.Dir(full), 0o755); err != nil {
@@ -59,17 +59,25 @@ func TestAMachineMadeUp(t *testing.T) {
 	if f := devices(o); f.Status != Note || f.Found != "none" {
 		t.Errorf("no devices: %+v", f)
 	}
-	write(t, root, "proc/meminfo", "MemTotal: 4096 kB\nMemAvailable: 2048 kB\n")
+	put(t, root, "proc/meminfo", "MemTotal: 4096 kB\nMemAvailable: 2048 kB\n")
 	if f := memory(Options{Root: root, PoolBytes: 3 << 20}); f.Status != Bad || !strings.Contains(f.Cure, "overcommit") {
 		t.Errorf("3 MiB of 2: %+v", f)
 	}
-	write(t, root, "proc/sys/vm/max_map_count", "1000\n")
+	put(t, root, "proc/sys/vm/max_map_count", "1000\n")
 	if f := maps(o); f.Status != Note || !strings.Contains(f.Found, "1000") {
 		t.Errorf("few mappings: %+v", f)
 	}
-	write(t, root, "proc/sys/vm/max_map_count", "262144\n")
+	put(t, root, "proc/sys/vm/max_map_count", "262144\n")
 	if f := maps(o); f.Status != OK {
 		t.Errorf("many mappings: %+v", f)
+	}
+}
+
+func TestSizeText(t *testing.T) {
+	for n, want := range map[uint64]string{0: "0", 64 << 30: "64GiB", 24683656 << 10: "23.5GiB", 1000: "1000", 1<<40 + 1: "1.0TiB"} {
+		if got := sizeText(n); got != want {
+			t.Errorf("%d is %s, want %s", n, got, want)
+		}
 	}
 }
 
@@ -78,5 +86,13 @@ func TestKernelVersions(t *testing.T) {
 		if major, minor := version(release); [2]int{major, minor} != want {
 			t.Errorf("%s is %d.%d", release, major, minor)
 		}
+	}
+}
+
+func link(t *testing.T, root, path, target string) {
+	t.Helper()
+	full := filepath.Join(root, path)
+	if err := os.Symlink(target, full); err != nil {
+		t.Fatal(err)
 	}
 }

@@ -1,6 +1,8 @@
 package doctor
 
 import (
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -27,9 +29,30 @@ func TestNvidia(t *testing.T) {
 		t.Errorf("a driver: %+v", f)
 	}
 	pipe := filepath.Join(o.Root, "pipe")
+	if f := mps(o); f.Status != OK {
+		t.Errorf("no MPS: %+v", f)
+	}
 	write(filepath.Join(pipe, "control"))
 	t.Setenv("CUDA_MPS_PIPE_DIRECTORY", pipe)
-	if f := nvidia(o); f.Status != Bad || !strings.Contains(f.Found, "MPS") || f.Cure == "" {
+	if f := mps(o); f.Status != Bad || !strings.Contains(f.Found, pipe) || f.Cure == "" {
 		t.Errorf("MPS: %+v", f)
+	}
+}
+
+func TestCUDA(t *testing.T) {
+	o := Options{Root: t.TempDir()}
+	if f := cuda(o); f.Status != OK || !strings.HasPrefix(f.Found, "none") {
+		t.Errorf("no driver: %+v", f)
+	}
+	put(t, o.Root, "proc/driver/nvidia/version", "NVRM version: x")
+	for version, want := range map[int]Status{13000: OK, 12080: OK, 12040: Note} {
+		o.CUDA = func() (int, error) { return version, nil }
+		if f := cuda(o); f.Status != want || !strings.Contains(f.Found, fmt.Sprintf("%d.%d", version/1000, version%1000/10)) {
+			t.Errorf("%d: %+v", version, f)
+		}
+	}
+	o.CUDA = func() (int, error) { return 0, errors.New("libcuda.so.1 is not there") }
+	if f := cuda(o); f.Status != Bad || !strings.Contains(f.Found, "libcuda") || f.Cure == "" {
+		t.Errorf("no library: %+v", f)
 	}
 }

@@ -59,6 +59,17 @@ func Load() error {
 	return failed(r, base.ErrUnsupported, "starting the CUDA driver")
 }
 
+// Version says which CUDA the driver of this machine is for: 12080 is 12.8. Errors: those
+// of Load.
+func Version() (int, error) {
+	if err := Load(); err != nil {
+		return 0, err
+	}
+	var v C.int
+	r := C.mg_version(&v)
+	return int(v), failed(r, base.ErrUnsupported, "asking the CUDA driver for its version")
+}
+
 // Open takes a device by its number in this process, on its primary context, which
 // PyTorch uses as well. Errors: ErrUnsupported (no driver, no such device, MPS), ErrLimit.
 func (Driver) Open(ordinal int) (engine.Device, error) {

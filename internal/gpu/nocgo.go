@@ -17,6 +17,9 @@ func Load() error {
 	return fmt.Errorf("%w: this program was built without cgo, which the CUDA driver needs", base.ErrUnsupported)
 }
 
+// Version refuses. Errors: ErrUnsupported.
+func Version() (int, error) { return 0, Load() }
+
 // Open refuses. Errors: ErrUnsupported.
 func (Driver) Open(int) (engine.Device, error) { return nil, Load() }
 

@@ -123,6 +123,11 @@ mg_result mg_load(char *text, size_t n) {
   return r;
 }
 
+mg_result mg_version(int *version) {
+  int code = cuDriverGetVersion(version);
+  return code ? fails("cuDriverGetVersion", code) : fine;
+}
+
 const char *mg_name(int code) {
   const char *name = NULL;
   if (!loaded || cuGetErrorName(code, &name) || name == NULL) return "unknown error";

@@ -42,6 +42,8 @@ enum { MG_NO_LIBRARY = -1, MG_OLD_DRIVER = -2, MG_NO_MEMORY = -3, MG_CAPTURING =
 
 /* Finds the library. text gets the reason when there is none. */
 mg_result mg_load(char *text, size_t n);
+/* Which CUDA the driver is for: 12080 is 12.8. Only after mg_load. */
+mg_result mg_version(int *version);
 const char *mg_name(int code);
 
 /* mps_pipe: an MPS daemon's pipe was found. It decides where the driver does not know. */

@@ -21,6 +21,8 @@ type Available struct {
 	Bytes uint64
 	// Source is the file that holds the bound, for the operator.
 	Source string
+	// limit is the bound of a control group as it is set.
+	limit uint64
 }
 
 // Read returns what can be had now. root is put in front of all paths ("" outside
@@ -54,6 +56,18 @@ func ReadOn(root string, node *int) (Available, error) {
 		return best, fmt.Errorf("%w: %s tells no MemAvailable", base.ErrUnavailable, meminfo)
 	}
 	return best, nil
+}
+
+// Limit returns the smallest bound that a control group of this process has, whatever of
+// it is used; false when there is none. root is put in front of all paths.
+func Limit(root string) (Available, bool) {
+	var best Available
+	for _, a := range cgroups(root) {
+		if best.Source == "" || a.limit < best.Bytes {
+			best = Available{Bytes: a.limit, Source: a.Source}
+		}
+	}
+	return best, best.Source != ""
 }
 
 // readNode estimates MemAvailable of a node, which the kernel counts for the machine
@@ -160,7 +174,7 @@ func (g group) read(dir string) (Available, bool) {
 			usage -= min(cache, usage)
 		}
 	}
-	return Available{Bytes: limit - min(usage, limit), Source: filepath.Join(dir, g.limit)}, true
+	return Available{Bytes: limit - min(usage, limit), Source: filepath.Join(dir, g.limit), limit: limit}, true
 }
 
 func number(path string) (uint64, bool) {
