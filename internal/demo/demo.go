@@ -131,7 +131,7 @@ func Run(ctx context.Context, cfg Config) (*Result, error) {
 			return nil, err
 		}
 		r.workers = append(r.workers, p)
-		r.result.Rows[i] = WorkerRow{Worker: i, PID: p.cmd.Process.Pid}
+		r.result.Rows[i] = WorkerRow{Worker: i, PID: p.PID()}
 	}
 	if err := r.steps(); err != nil {
 		return nil, errors.Join(err, context.Cause(ctx))
@@ -149,9 +149,7 @@ type run struct {
 
 func (r *run) end() {
 	for _, p := range r.workers {
-		if p.cmd.ProcessState == nil {
-			p.kill()
-		}
+		p.End()
 	}
 }
 
@@ -228,8 +226,8 @@ func (r *run) killOne() error {
 	for i := range more {
 		more[i] = Chain{ID: 500_000 + i, Shared: r.cfg.Shared, Own: 1}
 	}
-	if err := victim.send(order{Do: "store", Chains: more}); err != nil {
-		return victim.failure(err)
+	if err := victim.Send(order{Do: "store", Chains: more}); err != nil {
+		return err
 	}
 	take := func() bool {
 		t, err := victim.next()
@@ -249,12 +247,12 @@ func (r *run) killOne() error {
 			return victim.failure(errors.New("it should have been storing"))
 		}
 	}
-	if err := victim.cmd.Process.Kill(); err != nil {
+	if err := victim.Kill(); err != nil {
 		return fmt.Errorf("demo: kill worker 0: %w", err)
 	}
 	for take() { // lines that it had written before
 	}
-	_ = victim.cmd.Wait()
+	victim.Reap()
 	row.Killed = true
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/xcena-dev/maru/internal/killtest"
 	"github.com/xcena-dev/maru/internal/up"
 )
 
@@ -18,7 +19,7 @@ func TestWorkersKilledWhileTheyStore(t *testing.T) {
 	if testing.Short() {
 		t.Skip("30 rounds of processes")
 	}
-	const rounds = 30
+	rounds := killtest.Rounds(30)
 	cfg, err := Config{Workers: 2, Scale: 32, Chains: 2, Shared: 1, Own: 2}.withDefaults()
 	if err != nil {
 		t.Fatal(err)
@@ -62,7 +63,7 @@ func TestWorkersKilledWhileTheyStore(t *testing.T) {
 		for i := range chains {
 			chains[i] = Chain{ID: 1000*round + i, Shared: 1, Own: 2}
 		}
-		if err := victim.send(order{Do: "store", Chains: chains}); err != nil {
+		if err := victim.Send(order{Do: "store", Chains: chains}); err != nil {
 			t.Fatal(err)
 		}
 		var acked []Chain
@@ -80,10 +81,10 @@ func TestWorkersKilledWhileTheyStore(t *testing.T) {
 			}
 		}
 		time.Sleep(time.Duration(rng.IntN(3000)) * time.Microsecond)
-		_ = victim.cmd.Process.Kill()
+		_ = victim.Kill()
 		for take() { // lines written before the end
 		}
-		_ = victim.cmd.Wait()
+		victim.Reap()
 		got, err := reader.do(order{Do: "load", Chains: acked})
 		if err != nil {
 			t.Fatal(err)

@@ -20,6 +20,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/killtest"
 	"github.com/xcena-dev/maru/internal/node"
 )
 
@@ -172,7 +173,7 @@ func TestKilledServer(t *testing.T) {
 	epochs := map[string]bool{}
 	var id []byte
 	var c *client
-	for round := range 30 {
+	for round := range killtest.Rounds(30) {
 		srv := startChild(t, "server", "MARU_TEST_CONFIG="+string(raw))
 		line := srv.line(t)
 		if epochs[line] || !strings.HasPrefix(line, "ready ") {

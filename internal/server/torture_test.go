@@ -16,6 +16,7 @@ import (
 	maruclient "github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/killtest"
 )
 
 const (
@@ -73,14 +74,15 @@ func TestKilledServerUnderClients(t *testing.T) {
 			wg.Go(func() { tortureWork(t, c, uint64(2*i+g), stop, &hits, &stores) })
 		}
 	}
-	for round := range 30 {
+	rounds := killtest.Rounds(30)
+	for round := range rounds {
 		waitForHits(t, round, &hits)
 		time.Sleep(time.Duration(rng.IntN(60)) * time.Millisecond)
 		srv.kill()
 		time.Sleep(time.Duration(rng.IntN(40)) * time.Millisecond)
 		srv = start()
 	}
-	waitForHits(t, 30, &hits)
+	waitForHits(t, rounds, &hits)
 	close(stop)
 	wg.Wait()
 	t.Logf("%d hits, %d stores", hits.Load(), stores.Load())
