@@ -24,7 +24,7 @@ demo: ## two real vLLM engines sharing a prefix; ENGINE=none for one without Pyt
 bench: ## every table of `maru bench`; ARGS=--quick for a short one
 	@bash scripts/bench.sh $(ARGS)
 
-soak: ## what takes longer than CI may
+soak: ## what takes longer than CI may; TORTURE_MINUTES=30 of it are the torture
 	@bash scripts/soak.sh
 
 vmlab: ## the tests on a real /dev/dax0.0, in QEMU

@@ -1,12 +1,17 @@
 #!/bin/bash
 # soak.sh: what takes longer than CI may. ROUNDS rounds (default 5) of the whole Go
-# test suite (30 kill -9 rounds a program in each) and of SIM_SEEDS (default 5000)
-# simulator seeds that no other round plays, then the VM lab ten times and every
-# fuzz target for FUZZTIME (default 2m).
+# test suite, with KILL_ROUNDS (default 100) kill -9 rounds of each program, and of
+# SIM_SEEDS (default 5000) simulator seeds that no other round plays; TORTURE_MINUTES
+# (default 30) of the torture; then the VM lab ten times and every fuzz target for
+# FUZZTIME (default 2m).
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 trap report_step EXIT
+
+export MARU_KILL_ROUNDS=${KILL_ROUNDS:-100}
+step "build" bash scripts/build.sh
+step "torture" bin/maru torture --minutes "${TORTURE_MINUTES:-30}"
 
 for ((i = 1; i <= ${ROUNDS:-5}; i++)); do
   step "round $i: go test" go test -race -tags invariants -count=1 -timeout 4h ./...

@@ -16,6 +16,7 @@ step "build" bash scripts/build.sh
 
 export SHORT='' GO_TEST_FLAGS='-count=1 -timeout 15m'
 beside "VM lab" bash scripts/vmlab.sh
+beside "torture" bin/maru torture --minutes 1
 beside "lint" bash scripts/check.sh lint
 beside "Go tests" bash scripts/check.sh go
 beside "pytest with vLLM" env PYTHONPATH=python "$VLLM_VENV/bin/python" -m pytest -q --timeout 900 python/tests -m vllm

@@ -69,7 +69,8 @@ func (t *tool) root() *cobra.Command {
 	root.PersistentFlags().StringVar(&t.log.Level, "log-level", "info", "debug, info, warn or error")
 	root.PersistentFlags().StringVar(&t.log.Format, "log-format", "text", "text or json")
 	root.AddCommand(t.upCommand(), t.demoCommand(), t.workerCommand(), t.usageCommand(), t.deviceCommand(), t.rmCommand(),
-		t.benchCommand(), t.doctorCommand(), t.simCommand(), t.explainCommand())
+		t.benchCommand(), t.doctorCommand(), t.simCommand(), t.explainCommand(), t.tortureCommand())
+	root.AddCommand(t.torturePartCommands()...)
 	return root
 }
 

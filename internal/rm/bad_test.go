@@ -331,7 +331,7 @@ func TestFailedCommits(t *testing.T) {
 				f.cfg.Logger = nil
 				f.start().Close() // the pool is made
 				never, at := -1<<30, n
-				f.cfg.wrapStore = func(s store.Store) store.Store {
+				f.cfg.WrapStore = func(s store.Store) store.Store {
 					if after {
 						return failing{s, &never, &at}
 					}
@@ -382,7 +382,7 @@ func TestFailedCommits(t *testing.T) {
 				if err := s.Close(); err != nil {
 					t.Fatal(err)
 				}
-				f.cfg.wrapStore = nil
+				f.cfg.WrapStore = nil
 				s = f.start()
 				p := s.glance.Load().pools[0]
 				if p.OfflineReason != "" || p.AllocatedBytes != 0 {
@@ -544,7 +544,7 @@ func (s slow) Commit(changes []store.Change) error {
 func TestCallersShareACommit(t *testing.T) {
 	f := newFixture(t)
 	var commits atomic.Int64
-	f.cfg.wrapStore = func(s store.Store) store.Store { return slow{s, &commits} }
+	f.cfg.WrapStore = func(s store.Store) store.Store { return slow{s, &commits} }
 	s := f.start()
 	c := client(t, over(s))
 	o := startOwner(t, c, newID())

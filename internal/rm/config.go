@@ -56,7 +56,9 @@ type Config struct {
 	Logger      *slog.Logger
 	Version     string // of the program, for Describe
 
-	wrapStore func(store.Store) store.Store // for tests: a store that fails
+	// WrapStore, when set, stands between the committer and its store: for tests and the
+	// torture, whose stores fail.
+	WrapStore func(store.Store) store.Store `json:"-"`
 }
 
 // Discovery says whether devices are looked for in sysfs.

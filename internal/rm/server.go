@@ -99,8 +99,8 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 		return nil, err
 	}
 	s.store = s.state.store
-	if cfg.wrapStore != nil {
-		s.store = cfg.wrapStore(s.store)
+	if cfg.WrapStore != nil {
+		s.store = cfg.WrapStore(s.store)
 	}
 	if s.core, err = s.state.loadCore(core.Config{Node: s.identity.Node, Boot: s.identity.Boot, Limits: cfg.Limits}); err != nil {
 		return nil, err
