@@ -82,6 +82,8 @@ type (
 	NodeID [IDBytes]byte
 	// BootID is the kernel's boot id.
 	BootID [IDBytes]byte
+	// AgentID is made once in the state directory of a node's agent.
+	AgentID [IDBytes]byte
 	// StoreID identifies a resource manager's durable store.
 	StoreID [IDBytes]byte
 )
@@ -95,6 +97,7 @@ func (i OwnerID) String() string   { return idString(i[:]) }
 func (i SessionID) String() string { return idString(i[:]) }
 func (i NodeID) String() string    { return idString(i[:]) }
 func (i BootID) String() string    { return idString(i[:]) }
+func (i AgentID) String() string   { return idString(i[:]) }
 func (i StoreID) String() string   { return idString(i[:]) }
 
 // NewID returns 128 random bits, for any of the id types.

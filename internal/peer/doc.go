@@ -18,6 +18,16 @@
 // After a restart of the watcher (pid, pid namespace, start time, boot id) finds the same
 // process again ([Reopen]), in the same pid namespace only: a pid means nothing in another.
 //
+// A pid that is free, or another process's, proves an end only in the namespace in which
+// it was recorded. The kernel may give a namespace's inode to a later one, but only after
+// every process in the first has ended, so that an equal inode never proves too much. The
+// host's own namespace keeps its inode over all restarts of a watcher; one that runs in
+// another is as a rule restarted in a new one, and its mappers are then lost (they may
+// live or not): [Ends] says so, and their holds stay.
+//
+// [Watcher] is the mechanism; [Ends] is what a node watcher does with it, the same for the
+// resource manager and for the agent of a node without one (internal/agent).
+//
 // # Numbered invariants
 //
 //  1. A callback of [Watcher] runs at most once per Watch, and only after its pidfd was

@@ -19,6 +19,9 @@ import (
 // Inside another one the kernel shifts the start times that /proc shows.
 const initTimeNamespace = 0xEFFFFFFA
 
+// hostPIDNamespace is the inode of the first pid namespace (PROC_PID_INIT_INO).
+const hostPIDNamespace = 0xEFFFFFFC
+
 // Process names one process for ever.
 type Process struct {
 	// PID in PIDNamespace, which is the watcher's.
@@ -33,6 +36,10 @@ type Process struct {
 
 // IsZero reports whether nothing is known of the process.
 func (p Process) IsZero() bool { return p == Process{} }
+
+// HostNamespace reports whether the watcher that recorded it ran in the host's pid
+// namespace, which is there after every restart.
+func (p Process) HostNamespace() bool { return p.PIDNamespace == hostPIDNamespace }
 
 // String names a process for a log line.
 func (p Process) String() string { return fmt.Sprintf("pid %d (start %d)", p.PID, p.StartTicks) }

@@ -47,6 +47,14 @@ func (x *ids) claim(owner []byte, incarnation uint32, token []byte) core.Claim {
 	return core.Claim{Owner: x.must("owner_id", owner), Incarnation: x.incarnation("incarnation", incarnation), Token: token}
 }
 
+// session reads a session's secret; none is of a client that has none.
+func (x *ids) session(b []byte) []byte {
+	if err := checkSecret("session_secret", b); err != nil && x.err == nil {
+		x.err = err
+	}
+	return b
+}
+
 // secret reads an owner's secret; none is for the core to refuse.
 func (x *ids) secret(b []byte) base.OwnerSecret {
 	if len(b) == 0 {

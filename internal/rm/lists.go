@@ -63,7 +63,7 @@ func (s *service) ListHolds(ctx context.Context, req *maruv1.ListHoldsRequest) (
 		wait = jobDurable
 	}
 	err := s.do(ctx, &job{kind: wait, run: func(*core.Batch) error {
-		list, out.More = s.core.ListHolds(only, after, base.RegionID(req.GetAfterRegionId()), int(min(req.GetLimit(), core.MaxPageCount)))
+		list, out.More = s.core.Holds(nowMS(), only, after, base.RegionID(req.GetAfterRegionId()), int(min(req.GetLimit(), core.MaxPageCount)))
 		return nil
 	}})
 	if err != nil {
@@ -72,8 +72,9 @@ func (s *service) ListHolds(ctx context.Context, req *maruv1.ListHoldsRequest) (
 	for _, h := range list {
 		out.Holds = append(out.Holds, &maruv1.HoldInfo{
 			SessionId: h.Session[:], ServerId: h.Server[:], OwnerIncarnation: uint32(h.OwnerIncarnation), NodeId: h.Node[:], Process: processOut(h.Process),
-			PoolId: h.Pool[:], RegionId: uint32(h.Region), Views: h.Views, Provable: !h.Process.IsZero(), Draining: h.Draining, SinceUnixMs: h.SinceMS,
-			Cure: h.Cure, Sequence: h.Sequence,
+			PoolId: h.Pool[:], RegionId: uint32(h.Region), Views: h.Views, Provable: h.Provable, Draining: h.Draining, SinceUnixMs: h.SinceMS,
+			Cure: h.Cure, Sequence: h.Sequence, Reason: h.Reason, Proof: h.Proof, PoolName: h.PoolName, ExtentLength: h.ExtentBytes,
+			BootId: h.Boot[:], ReadOnly: h.ReadOnly, OwnerId: h.Owner[:], OwnerName: h.OwnerName, AgentId: agentOut(h.Agent),
 		})
 	}
 	return out, nil
@@ -130,10 +131,10 @@ func (s *service) WatchOwner(req *maruv1.WatchOwnerRequest, stream grpc.ServerSt
 func (s *service) WatchSession(req *maruv1.WatchSessionRequest, stream grpc.ServerStreamingServer[maruv1.SessionRegionEvent]) error {
 	var x ids
 	id := base.SessionID(x.must("session_id", req.GetSessionId()))
+	caller := s.caller(stream.Context(), base.NodeID{}, base.BootID{}, x.session(req.GetSessionSecret()))
 	if x.err != nil {
 		return x.err
 	}
-	caller := s.caller(stream.Context(), base.NodeID{}, base.BootID{})
 	var w *watch[*maruv1.SessionRegionEvent]
 	var draining []core.Region
 	err := s.do(context.WithoutCancel(stream.Context()), &job{run: func(*core.Batch) (err error) {
@@ -174,4 +175,11 @@ func forward[E any](ctx context.Context, w *watch[E], send func(E) error) error 
 			return ctx.Err()
 		}
 	}
+}
+
+func agentOut(id base.AgentID) []byte {
+	if id == (base.AgentID{}) {
+		return nil
+	}
+	return id[:]
 }

@@ -144,6 +144,9 @@ var (
 	descHolds    = prometheus.NewDesc("maru_rm_hold_rows", "Rows of (session, region) on record.", nil, nil)
 	descOwners   = prometheus.NewDesc("maru_rm_owners", "Owners on record.", nil, nil)
 	descUnproved = prometheus.NewDesc("maru_rm_owners_unproved", "Owners on record without a secret: started by an older version.", nil, nil)
+	descNoProof  = prometheus.NewDesc("maru_rm_sessions_unprovable", "Sessions with holds whose end nobody can prove (maru rm holds names them).", nil, nil)
+	descAgents   = prometheus.NewDesc("maru_rm_agents", "Agents of other nodes on record.", nil, nil)
+	descAway     = prometheus.NewDesc("maru_rm_agents_away", "Agents that are silent: what they vouched for stays held while its end is not reported.", nil, nil)
 	descStreams  = prometheus.NewDesc("maru_rm_event_streams", "Open event streams.", nil, nil)
 )
 
@@ -156,6 +159,9 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- descHolds
 	ch <- descOwners
 	ch <- descUnproved
+	ch <- descNoProof
+	ch <- descAgents
+	ch <- descAway
 	ch <- descStreams
 }
 
@@ -188,5 +194,23 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge(descHolds, float64(g.holds))
 	gauge(descOwners, float64(g.owners))
 	gauge(descUnproved, float64(g.unproved))
+	// These go through all sessions, which is too much for every batch.
+	var unprovable, agents, away int
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	if err := c.s.do(ctx, &job{kind: jobGlance, run: func(*core.Batch) error {
+		unprovable = c.s.core.UnprovableCount()
+		for _, a := range c.s.core.ListAgents(nowMS()) {
+			agents++
+			if a.Away {
+				away++
+			}
+		}
+		return nil
+	}}); err == nil {
+		gauge(descNoProof, float64(unprovable))
+		gauge(descAgents, float64(agents))
+		gauge(descAway, float64(away))
+	}
 	gauge(descStreams, float64(c.s.hub.streamCount()))
 }

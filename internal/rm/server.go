@@ -50,7 +50,7 @@ type Server struct {
 	glance atomic.Pointer[glance]
 
 	hub     *hub
-	watcher *peer.Watcher
+	watcher *peer.Ends
 	metrics *metrics
 	refused *obs.LimitedLogger // calls of who did not prove to be the owner
 	grpc    *grpc.Server
@@ -115,7 +115,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 		return nil, err
 	}
 	s.core.NoteOwnBoot(s.pending)
-	if s.watcher, err = peer.NewWatcher(0); err != nil {
+	if s.watcher, err = s.newEnds(); err != nil {
 		return nil, err
 	}
 	s.watchKnown()

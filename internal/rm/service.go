@@ -52,7 +52,7 @@ func (s *service) StartOwner(ctx context.Context, req *maruv1.StartOwnerRequest)
 		Owner: x.must("owner_id", req.GetOwnerId()), Name: req.GetName(), Directory: x.may("directory_id", req.GetDirectoryId()), Locked: req.GetDirectoryLocked(),
 		Secret: x.secret(req.GetOwnerSecret()),
 	}
-	caller := s.caller(ctx, x.may("node_id", req.GetNodeId()), x.may("boot_id", req.GetBootId()))
+	caller := s.caller(ctx, x.may("node_id", req.GetNodeId()), x.may("boot_id", req.GetBootId()), nil)
 	if x.err != nil {
 		return nil, x.err
 	}
@@ -183,8 +183,9 @@ func (s *service) Hold(ctx context.Context, req *maruv1.HoldRequest) (*maruv1.Ho
 		Session: x.must("session_id", req.GetSessionId()), Server: x.must("server_id", req.GetServerId()),
 		Incarnation: x.incarnation("owner_incarnation", req.GetOwnerIncarnation()), Views: req.GetViews(), Sequence: req.GetSequence(),
 		Handles: x.handles(req.GetHandles()), AgentEpoch: req.GetAgentEpoch(), Nonce: base.NewID(),
+		Vouched: req.GetVouched(),
 	}
-	in.Peer = s.caller(ctx, x.may("node_id", req.GetNodeId()), x.may("boot_id", req.GetBootId()))
+	in.Peer = s.caller(ctx, x.may("node_id", req.GetNodeId()), x.may("boot_id", req.GetBootId()), x.session(req.GetSessionSecret()))
 	if x.err != nil {
 		return nil, x.err
 	}
@@ -194,6 +195,7 @@ func (s *service) Hold(ctx context.Context, req *maruv1.HoldRequest) (*maruv1.Ho
 			// Watched from here on, also if the commit fails: the hold stays pending then.
 			if out, err = s.core.Hold(b, nowMS(), in); err == nil {
 				s.watch(ctx, in.Peer.Process)
+				out.Provable, out.Reason = s.core.Provable(in.Session)
 			}
 			return err
 		},
@@ -209,7 +211,7 @@ func (s *service) Hold(ctx context.Context, req *maruv1.HoldRequest) (*maruv1.Ho
 	if err != nil {
 		return nil, err
 	}
-	answer := &maruv1.HoldResponse{HoldToken: out.Token[:], Provable: out.Provable, Reason: out.Reason}
+	answer := &maruv1.HoldResponse{HoldToken: out.Token, Provable: out.Provable, Reason: out.Reason}
 	for _, p := range out.Places {
 		answer.Regions = append(answer.Regions, accessOut(p))
 	}
@@ -220,7 +222,7 @@ func (s *service) Unhold(ctx context.Context, req *maruv1.UnholdRequest) (*maruv
 	var x ids
 	in := core.Unhold{
 		Session: x.must("session_id", req.GetSessionId()), Sequence: req.GetSequence(), Handles: x.handles(req.GetHandles()),
-		Token: req.GetHoldToken(), Nonce: base.NewID(), Peer: s.caller(ctx, base.NodeID{}, base.BootID{}),
+		Token: req.GetHoldToken(), Nonce: base.NewID(), Peer: s.caller(ctx, base.NodeID{}, base.BootID{}, x.session(req.GetSessionSecret())),
 	}
 	if x.err != nil {
 		return nil, x.err
@@ -245,8 +247,8 @@ func (s *service) Unhold(ctx context.Context, req *maruv1.UnholdRequest) (*maruv
 func (s *service) ResetHolds(ctx context.Context, req *maruv1.ResetHoldsRequest) (*maruv1.ResetHoldsResponse, error) {
 	var x ids
 	node := base.NodeID(x.must("node_id", req.GetNodeId()))
-	// Until agents have a proof of their own: who could say this for a node would free
-	// what its mappers still write.
+	// No agent's call: the watcher of a node speaks for processes that it saw end, this
+	// one for all registrations of a node's older agents.
 	if err := cmp.Or(x.err, s.operator(ctx, true, "reset-holds")); err != nil {
 		return nil, err
 	}
@@ -331,10 +333,10 @@ func (s *service) ClearRecords(ctx context.Context, req *maruv1.ClearRecordsRequ
 func (s *service) StartDomainProof(ctx context.Context, req *maruv1.StartDomainProofRequest) (*maruv1.StartDomainProofResponse, error) {
 	var x ids
 	session, pool := base.SessionID(x.must("session_id", req.GetSessionId())), base.PoolID(x.must("pool_id", req.GetPoolId()))
+	caller := s.caller(ctx, base.NodeID{}, base.BootID{}, x.session(req.GetSessionSecret()))
 	if x.err != nil {
 		return nil, x.err
 	}
-	caller := s.caller(ctx, base.NodeID{}, base.BootID{})
 	out := &maruv1.StartDomainProofResponse{MapBytes: poolfmt.DataOffset}
 	err := s.do(ctx, &job{run: func(*core.Batch) error {
 		p, err := s.core.OnlinePool(pool)
@@ -366,10 +368,10 @@ func (s *service) StartDomainProof(ctx context.Context, req *maruv1.StartDomainP
 func (s *service) FinishDomainProof(ctx context.Context, req *maruv1.FinishDomainProofRequest) (*maruv1.FinishDomainProofResponse, error) {
 	var x ids
 	session, pool := base.SessionID(x.must("session_id", req.GetSessionId())), base.PoolID(x.must("pool_id", req.GetPoolId()))
+	caller := s.caller(ctx, base.NodeID{}, base.BootID{}, x.session(req.GetSessionSecret()))
 	if x.err != nil {
 		return nil, x.err
 	}
-	caller := s.caller(ctx, base.NodeID{}, base.BootID{})
 	err := s.do(ctx, &job{run: func(*core.Batch) error {
 		if err := s.core.SessionPeer(session, caller); err != nil {
 			return err
@@ -418,7 +420,7 @@ func (s *service) operator(ctx context.Context, confirm bool, what string) error
 		return fmt.Errorf("%w: %s needs user %d or root, the caller is user %d", base.ErrDenied, what, os.Geteuid(), p.UID)
 	}
 	if !confirm {
-		return fmt.Errorf("%w: %s gives ranges back that may still be mapped; say confirm when all of these mappers are gone", base.ErrInvalid, what)
+		return fmt.Errorf("%w: %s cannot be undone, and gives ranges back that may still be mapped; say confirm when it is true that nothing of it runs any more", base.ErrInvalid, what)
 	}
 	return nil
 }

@@ -17,7 +17,7 @@ import (
 const unprovenInterval = 10 * time.Second
 
 // noteUnproven counts and logs what was refused because the caller did not prove
-// that it is the owner it named. The error names owner and cure.
+// that it is the owner or agent it named. The error names it and the cure.
 func (s *Server) noteUnproven(ctx context.Context, fullMethod string, err error) {
 	if !errors.Is(err, base.ErrUnproven) {
 		return
@@ -28,7 +28,7 @@ func (s *Server) noteUnproven(ctx context.Context, fullMethod string, err error)
 	if p := peer.FromContext(ctx); p != nil {
 		from = p.String()
 	}
-	s.refused.Warn(method, "a call as an owner was refused", "method", method, "from", from, "error", err)
+	s.refused.Warn(method, "a call as an owner or agent was refused", "method", method, "from", from, "error", err)
 }
 
 func (s *Server) unprovenUnary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {

@@ -402,13 +402,13 @@ func TestStoreOfAnotherVersion(t *testing.T) {
 		if bucket != "format" {
 			return nil
 		}
-		b, err := cbor.Marshal(map[int]int{1: 3})
+		b, err := cbor.Marshal(map[int]int{1: 4})
 		if err != nil {
 			t.Fatal(err)
 		}
 		return []store.Change{{Bucket: bucket, Key: key, Value: b}}
 	})
-	if _, err := Start(t.Context(), f.cfg); !errors.Is(err, base.ErrUnsupported) || !strings.Contains(err.Error(), "version 3") {
+	if _, err := Start(t.Context(), f.cfg); !errors.Is(err, base.ErrUnsupported) || !strings.Contains(err.Error(), "version 4") {
 		t.Errorf("a store of a newer version: %v", err)
 	}
 }

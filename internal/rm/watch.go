@@ -2,8 +2,7 @@ package rm
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/binary"
+	"fmt"
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/peer"
@@ -18,27 +17,28 @@ func peerProcess(p core.ProcessID) peer.Process {
 	return peer.Process{PID: int(p.PID), PIDNamespace: p.Namespace, StartTicks: p.StartTicks, BootID: p.Boot}
 }
 
-// watchKey names a process in the watcher: sessions of one process share a watch.
-func watchKey(p core.ProcessID) peer.Key {
-	var b [40]byte
-	binary.LittleEndian.PutUint64(b[0:], uint64(p.PID))
-	binary.LittleEndian.PutUint64(b[8:], p.Namespace)
-	binary.LittleEndian.PutUint64(b[16:], p.StartTicks)
-	copy(b[24:], p.Boot[:])
-	sum := sha256.Sum256(b[:])
-	return peer.Key(sum[:16])
-}
-
-// caller says who makes a call. Over TCP it is what the caller claims.
-func (s *Server) caller(ctx context.Context, node base.NodeID, boot base.BootID) core.Peer {
+// caller says who makes a call. Over TCP node and boot are what the caller claims; the
+// session's secret, where there is one, shows that it may act for the session.
+func (s *Server) caller(ctx context.Context, node base.NodeID, boot base.BootID, secret []byte) core.Peer {
 	p := peer.FromContext(ctx)
 	switch {
 	case p == nil:
-		return core.Peer{Node: node, Boot: boot, Reason: "it called over TCP; the end of a local process can be proved over the Unix socket"}
+		return core.Peer{
+			Node: node, Boot: boot, Secret: secret,
+			Reason: "it called over TCP and no agent of its node vouches for it: run maru-remote-cxl-agent --watch-only there",
+		}
 	case !p.Provable():
-		return core.Peer{Node: s.identity.Node, Boot: s.identity.Boot, Reason: p.Unprovable}
+		return core.Peer{Node: s.identity.Node, Boot: s.identity.Boot, Secret: secret, Reason: p.Unprovable}
 	}
-	return core.Peer{Node: s.identity.Node, Boot: s.identity.Boot, Process: processID(p.Process)}
+	return core.Peer{Node: s.identity.Node, Boot: s.identity.Boot, Secret: secret, Process: processID(p.Process)}
+}
+
+// newEnds starts the watcher of this node.
+func (s *Server) newEnds() (*peer.Ends, error) {
+	return peer.NewEnds(peer.EndsOptions{
+		Ended: func(p peer.Process, proof peer.Proof) { s.ended(processID(p), core.Proof(proof.String())) },
+		Lost:  s.lost,
+	})
 }
 
 // watch watches a process from now on; one that has ended meanwhile is reported
@@ -48,33 +48,39 @@ func (s *Server) watch(ctx context.Context, p core.ProcessID) {
 	if p.IsZero() {
 		return
 	}
-	report := func(string) { s.ended(p, core.ProofPidfd) }
-	if live := peer.FromContext(ctx); live != nil {
-		if err := s.watcher.Watch(watchKey(p), live, report); err == nil {
-			return
-		}
+	live := peer.FromContext(ctx)
+	if live == nil || processID(live.Process) != p {
+		return // an agent's word, which it watches
 	}
-	// The connection has gone already, and its pidfd with it.
-	s.watchAgain(p)
+	if err := s.watcher.Watch(live); err != nil {
+		s.lost(live.Process, err)
+		return
+	}
+	s.core.Watched(p)
 }
 
-func (s *Server) watchAgain(p core.ProcessID) {
-	gone, err := s.watcher.WatchProcess(watchKey(p), peerProcess(p), func(string) { s.ended(p, core.ProofPidfd) })
-	switch {
-	case gone:
-		proof := core.ProofPidfd
-		if p.Boot != s.identity.Boot {
-			proof = core.ProofReboot
-		}
-		s.ended(p, proof)
-	case err != nil:
-		s.log.Warn("a mapper cannot be watched; its holds end when it says so, by a reboot, or by maru rm drop-holds", "process", p, "error", err)
-	}
+// lost says that the end of a process on record cannot be proved here from now on.
+// It is called by the committer, or before there is one.
+func (s *Server) lost(p peer.Process, why error) {
+	s.core.Unwatched(processID(p), why.Error())
+	s.log.Warn("a mapper cannot be watched; its holds end when it says so, by a reboot, or by maru rm drop-holds", "process", p, "error", why)
 }
 
 // watchKnown watches what the store knows, at start.
 func (s *Server) watchKnown() {
-	for _, p := range s.core.Processes() {
-		s.watchAgain(p)
+	if p, err := peer.Self(); err != nil || !p.HostNamespace() {
+		s.log.Warn("this resource manager does not run in the host's pid namespace: after its restart in another one the end of mappers that are "+
+			"there now cannot be proved", "cure", "run it in the host's pid namespace (--pid=host, hostPID: true)", "error", err)
 	}
+	for _, p := range s.core.Processes() {
+		_ = s.watcher.Reopen(peerProcess(p)) // Ended or Lost has been told
+	}
+}
+
+// checkSecret refuses what cannot be a session's secret. None is of a client before it.
+func checkSecret(field string, b []byte) error {
+	if len(b) != 0 && len(b) != core.SessionSecretBytes {
+		return fmt.Errorf("%w: %s has %d bytes, must have %d", base.ErrInvalid, field, len(b), core.SessionSecretBytes)
+	}
+	return nil
 }

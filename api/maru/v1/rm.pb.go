@@ -1161,7 +1161,9 @@ type HoldRequest struct {
 	Handles          []*RegionHandle        `protobuf:"bytes,6,rep,name=handles,proto3" json:"handles,omitempty"`
 	NodeId           []byte                 `protobuf:"bytes,7,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
 	BootId           []byte                 `protobuf:"bytes,8,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
-	AgentEpoch       []byte                 `protobuf:"bytes,9,opt,name=agent_epoch,json=agentEpoch,proto3" json:"agent_epoch,omitempty"` // agents only
+	AgentEpoch       []byte                 `protobuf:"bytes,9,opt,name=agent_epoch,json=agentEpoch,proto3" json:"agent_epoch,omitempty"`           // agents only
+	SessionSecret    []byte                 `protobuf:"bytes,10,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"` // 32 bytes that the client made: shows who may act for the session
+	Vouched          bool                   `protobuf:"varint,11,opt,name=vouched,proto3" json:"vouched,omitempty"`                                 // its node's agent vouched for it: a session that is not known has ended
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -1259,6 +1261,20 @@ func (x *HoldRequest) GetAgentEpoch() []byte {
 	return nil
 }
 
+func (x *HoldRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
+	}
+	return nil
+}
+
+func (x *HoldRequest) GetVouched() bool {
+	if x != nil {
+		return x.Vouched
+	}
+	return false
+}
+
 type HoldResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Regions       []*RegionAccess        `protobuf:"bytes,1,rep,name=regions,proto3" json:"regions,omitempty"`
@@ -1333,6 +1349,7 @@ type UnholdRequest struct {
 	Sequence      uint64                 `protobuf:"varint,2,opt,name=sequence,proto3" json:"sequence,omitempty"`
 	Handles       []*RegionHandle        `protobuf:"bytes,3,rep,name=handles,proto3" json:"handles,omitempty"` // tokens may be empty
 	HoldToken     []byte                 `protobuf:"bytes,4,opt,name=hold_token,json=holdToken,proto3" json:"hold_token,omitempty"`
+	SessionSecret []byte                 `protobuf:"bytes,5,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"` // as in HoldRequest; in place of the token
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1391,6 +1408,13 @@ func (x *UnholdRequest) GetHandles() []*RegionHandle {
 func (x *UnholdRequest) GetHoldToken() []byte {
 	if x != nil {
 		return x.HoldToken
+	}
+	return nil
+}
+
+func (x *UnholdRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
 	}
 	return nil
 }
@@ -1539,6 +1563,7 @@ type StartDomainProofRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	SessionId     []byte                 `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	PoolId        []byte                 `protobuf:"bytes,2,opt,name=pool_id,json=poolId,proto3" json:"pool_id,omitempty"`
+	SessionSecret []byte                 `protobuf:"bytes,3,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"` // as in HoldRequest
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1583,6 +1608,13 @@ func (x *StartDomainProofRequest) GetSessionId() []byte {
 func (x *StartDomainProofRequest) GetPoolId() []byte {
 	if x != nil {
 		return x.PoolId
+	}
+	return nil
+}
+
+func (x *StartDomainProofRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
 	}
 	return nil
 }
@@ -1668,7 +1700,8 @@ type FinishDomainProofRequest struct {
 	SessionId     []byte                 `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	PoolId        []byte                 `protobuf:"bytes,2,opt,name=pool_id,json=poolId,proto3" json:"pool_id,omitempty"`
 	Slot          uint32                 `protobuf:"varint,3,opt,name=slot,proto3" json:"slot,omitempty"`
-	Nonce         []byte                 `protobuf:"bytes,4,opt,name=nonce,proto3" json:"nonce,omitempty"` // 32 bytes as read
+	Nonce         []byte                 `protobuf:"bytes,4,opt,name=nonce,proto3" json:"nonce,omitempty"`                                      // 32 bytes as read
+	SessionSecret []byte                 `protobuf:"bytes,5,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"` // as in HoldRequest
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1727,6 +1760,13 @@ func (x *FinishDomainProofRequest) GetSlot() uint32 {
 func (x *FinishDomainProofRequest) GetNonce() []byte {
 	if x != nil {
 		return x.Nonce
+	}
+	return nil
+}
+
+func (x *FinishDomainProofRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
 	}
 	return nil
 }
@@ -2505,6 +2545,7 @@ func (x *Snapshot) GetSessions() [][]byte {
 type WatchSessionRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	SessionId     []byte                 `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionSecret []byte                 `protobuf:"bytes,2,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"` // as in HoldRequest
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2542,6 +2583,13 @@ func (*WatchSessionRequest) Descriptor() ([]byte, []int) {
 func (x *WatchSessionRequest) GetSessionId() []byte {
 	if x != nil {
 		return x.SessionId
+	}
+	return nil
+}
+
+func (x *WatchSessionRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
 	}
 	return nil
 }
@@ -2977,6 +3025,15 @@ type HoldInfo struct {
 	SinceUnixMs      int64                  `protobuf:"varint,11,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`
 	Cure             string                 `protobuf:"bytes,12,opt,name=cure,proto3" json:"cure,omitempty"` // who must act for the region to come back
 	Sequence         uint64                 `protobuf:"varint,13,opt,name=sequence,proto3" json:"sequence,omitempty"`
+	Reason           string                 `protobuf:"bytes,14,opt,name=reason,proto3" json:"reason,omitempty"`                  // why the region is not free
+	Proof            string                 `protobuf:"bytes,15,opt,name=proof,proto3" json:"proof,omitempty"`                    // how the mapper's end will be known, or why it will not
+	AgentId          []byte                 `protobuf:"bytes,16,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"` // who vouches for the session; empty: this RM, or nobody
+	PoolName         string                 `protobuf:"bytes,17,opt,name=pool_name,json=poolName,proto3" json:"pool_name,omitempty"`
+	ExtentLength     uint64                 `protobuf:"varint,18,opt,name=extent_length,json=extentLength,proto3" json:"extent_length,omitempty"` // bytes of the pool that the region takes
+	BootId           []byte                 `protobuf:"bytes,19,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`                    // of the node, when the session was bound
+	ReadOnly         bool                   `protobuf:"varint,20,opt,name=read_only,json=readOnly,proto3" json:"read_only,omitempty"`
+	OwnerId          []byte                 `protobuf:"bytes,21,opt,name=owner_id,json=ownerId,proto3" json:"owner_id,omitempty"` // of the region
+	OwnerName        string                 `protobuf:"bytes,22,opt,name=owner_name,json=ownerName,proto3" json:"owner_name,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -3100,6 +3157,69 @@ func (x *HoldInfo) GetSequence() uint64 {
 		return x.Sequence
 	}
 	return 0
+}
+
+func (x *HoldInfo) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *HoldInfo) GetProof() string {
+	if x != nil {
+		return x.Proof
+	}
+	return ""
+}
+
+func (x *HoldInfo) GetAgentId() []byte {
+	if x != nil {
+		return x.AgentId
+	}
+	return nil
+}
+
+func (x *HoldInfo) GetPoolName() string {
+	if x != nil {
+		return x.PoolName
+	}
+	return ""
+}
+
+func (x *HoldInfo) GetExtentLength() uint64 {
+	if x != nil {
+		return x.ExtentLength
+	}
+	return 0
+}
+
+func (x *HoldInfo) GetBootId() []byte {
+	if x != nil {
+		return x.BootId
+	}
+	return nil
+}
+
+func (x *HoldInfo) GetReadOnly() bool {
+	if x != nil {
+		return x.ReadOnly
+	}
+	return false
+}
+
+func (x *HoldInfo) GetOwnerId() []byte {
+	if x != nil {
+		return x.OwnerId
+	}
+	return nil
+}
+
+func (x *HoldInfo) GetOwnerName() string {
+	if x != nil {
+		return x.OwnerName
+	}
+	return ""
 }
 
 type ListHoldsRequest struct {
@@ -3626,6 +3746,1122 @@ func (x *DropOwnerResponse) GetDraining() uint32 {
 	return 0
 }
 
+type StartAgentRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       []byte                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	NodeId        []byte                 `protobuf:"bytes,2,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	BootId        []byte                 `protobuf:"bytes,3,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	Name          string                 `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`                                  // host name, for people
+	AgentSecret   []byte                 `protobuf:"bytes,5,opt,name=agent_secret,json=agentSecret,proto3" json:"agent_secret,omitempty"` // 32 bytes; the RM keeps a digest of the first one
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartAgentRequest) Reset() {
+	*x = StartAgentRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartAgentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartAgentRequest) ProtoMessage() {}
+
+func (x *StartAgentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartAgentRequest.ProtoReflect.Descriptor instead.
+func (*StartAgentRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *StartAgentRequest) GetAgentId() []byte {
+	if x != nil {
+		return x.AgentId
+	}
+	return nil
+}
+
+func (x *StartAgentRequest) GetNodeId() []byte {
+	if x != nil {
+		return x.NodeId
+	}
+	return nil
+}
+
+func (x *StartAgentRequest) GetBootId() []byte {
+	if x != nil {
+		return x.BootId
+	}
+	return nil
+}
+
+func (x *StartAgentRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *StartAgentRequest) GetAgentSecret() []byte {
+	if x != nil {
+		return x.AgentSecret
+	}
+	return nil
+}
+
+type StartAgentResponse struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Epoch             uint32                 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`                                                    // of this start
+	AgentToken        []byte                 `protobuf:"bytes,2,opt,name=agent_token,json=agentToken,proto3" json:"agent_token,omitempty"`                         // in every call of this start
+	EndedSessionCount uint32                 `protobuf:"varint,3,opt,name=ended_session_count,json=endedSessionCount,proto3" json:"ended_session_count,omitempty"` // of older boots
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *StartAgentResponse) Reset() {
+	*x = StartAgentResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[54]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartAgentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartAgentResponse) ProtoMessage() {}
+
+func (x *StartAgentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[54]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartAgentResponse.ProtoReflect.Descriptor instead.
+func (*StartAgentResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{54}
+}
+
+func (x *StartAgentResponse) GetEpoch() uint32 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *StartAgentResponse) GetAgentToken() []byte {
+	if x != nil {
+		return x.AgentToken
+	}
+	return nil
+}
+
+func (x *StartAgentResponse) GetEndedSessionCount() uint32 {
+	if x != nil {
+		return x.EndedSessionCount
+	}
+	return 0
+}
+
+type VouchSessionRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       []byte                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	Epoch         uint32                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	AgentToken    []byte                 `protobuf:"bytes,3,opt,name=agent_token,json=agentToken,proto3" json:"agent_token,omitempty"`
+	SessionId     []byte                 `protobuf:"bytes,4,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionSecret []byte                 `protobuf:"bytes,5,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"`
+	Process       *ProcessID             `protobuf:"bytes,6,opt,name=process,proto3" json:"process,omitempty"`                   // as the agent sees it
+	ServerId      []byte                 `protobuf:"bytes,7,opt,name=server_id,json=serverId,proto3" json:"server_id,omitempty"` // whose session it is; hears of its end
+	Sequence      uint64                 `protobuf:"varint,8,opt,name=sequence,proto3" json:"sequence,omitempty"`                // rising over both calls of a start; see ReportProcesses
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VouchSessionRequest) Reset() {
+	*x = VouchSessionRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[55]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VouchSessionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VouchSessionRequest) ProtoMessage() {}
+
+func (x *VouchSessionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[55]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VouchSessionRequest.ProtoReflect.Descriptor instead.
+func (*VouchSessionRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{55}
+}
+
+func (x *VouchSessionRequest) GetAgentId() []byte {
+	if x != nil {
+		return x.AgentId
+	}
+	return nil
+}
+
+func (x *VouchSessionRequest) GetEpoch() uint32 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *VouchSessionRequest) GetAgentToken() []byte {
+	if x != nil {
+		return x.AgentToken
+	}
+	return nil
+}
+
+func (x *VouchSessionRequest) GetSessionId() []byte {
+	if x != nil {
+		return x.SessionId
+	}
+	return nil
+}
+
+func (x *VouchSessionRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
+	}
+	return nil
+}
+
+func (x *VouchSessionRequest) GetProcess() *ProcessID {
+	if x != nil {
+		return x.Process
+	}
+	return nil
+}
+
+func (x *VouchSessionRequest) GetServerId() []byte {
+	if x != nil {
+		return x.ServerId
+	}
+	return nil
+}
+
+func (x *VouchSessionRequest) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+type VouchSessionResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VouchSessionResponse) Reset() {
+	*x = VouchSessionResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[56]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VouchSessionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VouchSessionResponse) ProtoMessage() {}
+
+func (x *VouchSessionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[56]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VouchSessionResponse.ProtoReflect.Descriptor instead.
+func (*VouchSessionResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{56}
+}
+
+type ReportProcessesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       []byte                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	Epoch         uint32                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	AgentToken    []byte                 `protobuf:"bytes,3,opt,name=agent_token,json=agentToken,proto3" json:"agent_token,omitempty"`
+	Ended         []*EndedProcess        `protobuf:"bytes,4,rep,name=ended,proto3" json:"ended,omitempty"`         // at most 1024 a call
+	Unwatched     []*UnwatchedProcess    `protobuf:"bytes,5,rep,name=unwatched,proto3" json:"unwatched,omitempty"` // at most 1024 a call
+	Sequence      uint64                 `protobuf:"varint,6,opt,name=sequence,proto3" json:"sequence,omitempty"`  // a VouchSession of a lower one that comes later changes nothing
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReportProcessesRequest) Reset() {
+	*x = ReportProcessesRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReportProcessesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReportProcessesRequest) ProtoMessage() {}
+
+func (x *ReportProcessesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReportProcessesRequest.ProtoReflect.Descriptor instead.
+func (*ReportProcessesRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *ReportProcessesRequest) GetAgentId() []byte {
+	if x != nil {
+		return x.AgentId
+	}
+	return nil
+}
+
+func (x *ReportProcessesRequest) GetEpoch() uint32 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *ReportProcessesRequest) GetAgentToken() []byte {
+	if x != nil {
+		return x.AgentToken
+	}
+	return nil
+}
+
+func (x *ReportProcessesRequest) GetEnded() []*EndedProcess {
+	if x != nil {
+		return x.Ended
+	}
+	return nil
+}
+
+func (x *ReportProcessesRequest) GetUnwatched() []*UnwatchedProcess {
+	if x != nil {
+		return x.Unwatched
+	}
+	return nil
+}
+
+func (x *ReportProcessesRequest) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+// EndedProcess is proved gone: its pidfd was readable, or its boot is over.
+type EndedProcess struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Process *ProcessID             `protobuf:"bytes,1,opt,name=process,proto3" json:"process,omitempty"`
+	// Regions of software-coherent pools that it mapped for writing and whose lines
+	// were written back on its node since its end.
+	WrittenBack   []*RegionHandle `protobuf:"bytes,2,rep,name=written_back,json=writtenBack,proto3" json:"written_back,omitempty"` // tokens are empty
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndedProcess) Reset() {
+	*x = EndedProcess{}
+	mi := &file_maru_v1_rm_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndedProcess) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndedProcess) ProtoMessage() {}
+
+func (x *EndedProcess) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndedProcess.ProtoReflect.Descriptor instead.
+func (*EndedProcess) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{58}
+}
+
+func (x *EndedProcess) GetProcess() *ProcessID {
+	if x != nil {
+		return x.Process
+	}
+	return nil
+}
+
+func (x *EndedProcess) GetWrittenBack() []*RegionHandle {
+	if x != nil {
+		return x.WrittenBack
+	}
+	return nil
+}
+
+// UnwatchedProcess lives or not: the agent cannot find it any more. Its holds stay.
+type UnwatchedProcess struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Process       *ProcessID             `protobuf:"bytes,1,opt,name=process,proto3" json:"process,omitempty"`
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnwatchedProcess) Reset() {
+	*x = UnwatchedProcess{}
+	mi := &file_maru_v1_rm_proto_msgTypes[59]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnwatchedProcess) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnwatchedProcess) ProtoMessage() {}
+
+func (x *UnwatchedProcess) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[59]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnwatchedProcess.ProtoReflect.Descriptor instead.
+func (*UnwatchedProcess) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{59}
+}
+
+func (x *UnwatchedProcess) GetProcess() *ProcessID {
+	if x != nil {
+		return x.Process
+	}
+	return nil
+}
+
+func (x *UnwatchedProcess) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+type ReportProcessesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ended         []*EndedAnswer         `protobuf:"bytes,1,rep,name=ended,proto3" json:"ended,omitempty"` // as asked
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReportProcessesResponse) Reset() {
+	*x = ReportProcessesResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[60]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReportProcessesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReportProcessesResponse) ProtoMessage() {}
+
+func (x *ReportProcessesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[60]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReportProcessesResponse.ProtoReflect.Descriptor instead.
+func (*ReportProcessesResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{60}
+}
+
+func (x *ReportProcessesResponse) GetEnded() []*EndedAnswer {
+	if x != nil {
+		return x.Ended
+	}
+	return nil
+}
+
+type EndedAnswer struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Done          bool                   `protobuf:"varint,1,opt,name=done,proto3" json:"done,omitempty"`                           // durable: it need not be said again
+	WriteBack     []*RegionAccess        `protobuf:"bytes,2,rep,name=write_back,json=writeBack,proto3" json:"write_back,omitempty"` // else: write these back, then say it again
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndedAnswer) Reset() {
+	*x = EndedAnswer{}
+	mi := &file_maru_v1_rm_proto_msgTypes[61]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndedAnswer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndedAnswer) ProtoMessage() {}
+
+func (x *EndedAnswer) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[61]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndedAnswer.ProtoReflect.Descriptor instead.
+func (*EndedAnswer) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{61}
+}
+
+func (x *EndedAnswer) GetDone() bool {
+	if x != nil {
+		return x.Done
+	}
+	return false
+}
+
+func (x *EndedAnswer) GetWriteBack() []*RegionAccess {
+	if x != nil {
+		return x.WriteBack
+	}
+	return nil
+}
+
+type AgentInfo struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       []byte                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	NodeId        []byte                 `protobuf:"bytes,3,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	BootId        []byte                 `protobuf:"bytes,4,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	Epoch         uint32                 `protobuf:"varint,5,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	StartedUnixMs int64                  `protobuf:"varint,6,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
+	HeardUnixMs   int64                  `protobuf:"varint,7,opt,name=heard_unix_ms,json=heardUnixMs,proto3" json:"heard_unix_ms,omitempty"` // 0: not since the RM started
+	Away          bool                   `protobuf:"varint,8,opt,name=away,proto3" json:"away,omitempty"`                                    // not heard of for longer than it may be silent
+	SessionCount  uint64                 `protobuf:"varint,9,opt,name=session_count,json=sessionCount,proto3" json:"session_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentInfo) Reset() {
+	*x = AgentInfo{}
+	mi := &file_maru_v1_rm_proto_msgTypes[62]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentInfo) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentInfo) ProtoMessage() {}
+
+func (x *AgentInfo) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[62]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentInfo.ProtoReflect.Descriptor instead.
+func (*AgentInfo) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{62}
+}
+
+func (x *AgentInfo) GetAgentId() []byte {
+	if x != nil {
+		return x.AgentId
+	}
+	return nil
+}
+
+func (x *AgentInfo) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *AgentInfo) GetNodeId() []byte {
+	if x != nil {
+		return x.NodeId
+	}
+	return nil
+}
+
+func (x *AgentInfo) GetBootId() []byte {
+	if x != nil {
+		return x.BootId
+	}
+	return nil
+}
+
+func (x *AgentInfo) GetEpoch() uint32 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *AgentInfo) GetStartedUnixMs() int64 {
+	if x != nil {
+		return x.StartedUnixMs
+	}
+	return 0
+}
+
+func (x *AgentInfo) GetHeardUnixMs() int64 {
+	if x != nil {
+		return x.HeardUnixMs
+	}
+	return 0
+}
+
+func (x *AgentInfo) GetAway() bool {
+	if x != nil {
+		return x.Away
+	}
+	return false
+}
+
+func (x *AgentInfo) GetSessionCount() uint64 {
+	if x != nil {
+		return x.SessionCount
+	}
+	return 0
+}
+
+type ListAgentsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListAgentsRequest) Reset() {
+	*x = ListAgentsRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[63]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListAgentsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListAgentsRequest) ProtoMessage() {}
+
+func (x *ListAgentsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[63]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListAgentsRequest.ProtoReflect.Descriptor instead.
+func (*ListAgentsRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{63}
+}
+
+type ListAgentsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Agents        []*AgentInfo           `protobuf:"bytes,1,rep,name=agents,proto3" json:"agents,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListAgentsResponse) Reset() {
+	*x = ListAgentsResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[64]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListAgentsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListAgentsResponse) ProtoMessage() {}
+
+func (x *ListAgentsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[64]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListAgentsResponse.ProtoReflect.Descriptor instead.
+func (*ListAgentsResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{64}
+}
+
+func (x *ListAgentsResponse) GetAgents() []*AgentInfo {
+	if x != nil {
+		return x.Agents
+	}
+	return nil
+}
+
+type DropAgentRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AgentId       []byte                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	Confirm       bool                   `protobuf:"varint,2,opt,name=confirm,proto3" json:"confirm,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DropAgentRequest) Reset() {
+	*x = DropAgentRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[65]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DropAgentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DropAgentRequest) ProtoMessage() {}
+
+func (x *DropAgentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[65]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DropAgentRequest.ProtoReflect.Descriptor instead.
+func (*DropAgentRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{65}
+}
+
+func (x *DropAgentRequest) GetAgentId() []byte {
+	if x != nil {
+		return x.AgentId
+	}
+	return nil
+}
+
+func (x *DropAgentRequest) GetConfirm() bool {
+	if x != nil {
+		return x.Confirm
+	}
+	return false
+}
+
+type DropAgentResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sessions      uint32                 `protobuf:"varint,1,opt,name=sessions,proto3" json:"sessions,omitempty"` // that are not provable any more
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DropAgentResponse) Reset() {
+	*x = DropAgentResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[66]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DropAgentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DropAgentResponse) ProtoMessage() {}
+
+func (x *DropAgentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[66]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DropAgentResponse.ProtoReflect.Descriptor instead.
+func (*DropAgentResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{66}
+}
+
+func (x *DropAgentResponse) GetSessions() uint32 {
+	if x != nil {
+		return x.Sessions
+	}
+	return 0
+}
+
+type DescribeWatcherRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Version       *ProtocolVersion       `protobuf:"bytes,1,opt,name=version,proto3" json:"version,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DescribeWatcherRequest) Reset() {
+	*x = DescribeWatcherRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[67]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribeWatcherRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribeWatcherRequest) ProtoMessage() {}
+
+func (x *DescribeWatcherRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[67]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribeWatcherRequest.ProtoReflect.Descriptor instead.
+func (*DescribeWatcherRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{67}
+}
+
+func (x *DescribeWatcherRequest) GetVersion() *ProtocolVersion {
+	if x != nil {
+		return x.Version
+	}
+	return nil
+}
+
+type DescribeWatcherResponse struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Version        uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
+	AgentId        []byte                 `protobuf:"bytes,2,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	NodeId         []byte                 `protobuf:"bytes,3,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	BootId         []byte                 `protobuf:"bytes,4,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	StoreId        []byte                 `protobuf:"bytes,5,opt,name=store_id,json=storeId,proto3" json:"store_id,omitempty"` // of the RM that it reports to; empty while it never reached it
+	ProgramVersion string                 `protobuf:"bytes,6,opt,name=program_version,json=programVersion,proto3" json:"program_version,omitempty"`
+	Connected      bool                   `protobuf:"varint,7,opt,name=connected,proto3" json:"connected,omitempty"` // to the RM, now
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *DescribeWatcherResponse) Reset() {
+	*x = DescribeWatcherResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[68]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribeWatcherResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribeWatcherResponse) ProtoMessage() {}
+
+func (x *DescribeWatcherResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[68]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribeWatcherResponse.ProtoReflect.Descriptor instead.
+func (*DescribeWatcherResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{68}
+}
+
+func (x *DescribeWatcherResponse) GetVersion() uint32 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *DescribeWatcherResponse) GetAgentId() []byte {
+	if x != nil {
+		return x.AgentId
+	}
+	return nil
+}
+
+func (x *DescribeWatcherResponse) GetNodeId() []byte {
+	if x != nil {
+		return x.NodeId
+	}
+	return nil
+}
+
+func (x *DescribeWatcherResponse) GetBootId() []byte {
+	if x != nil {
+		return x.BootId
+	}
+	return nil
+}
+
+func (x *DescribeWatcherResponse) GetStoreId() []byte {
+	if x != nil {
+		return x.StoreId
+	}
+	return nil
+}
+
+func (x *DescribeWatcherResponse) GetProgramVersion() string {
+	if x != nil {
+		return x.ProgramVersion
+	}
+	return ""
+}
+
+func (x *DescribeWatcherResponse) GetConnected() bool {
+	if x != nil {
+		return x.Connected
+	}
+	return false
+}
+
+type BindSessionRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Version       *ProtocolVersion       `protobuf:"bytes,1,opt,name=version,proto3" json:"version,omitempty"`
+	SessionId     []byte                 `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionSecret []byte                 `protobuf:"bytes,3,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"`
+	StoreId       []byte                 `protobuf:"bytes,4,opt,name=store_id,json=storeId,proto3" json:"store_id,omitempty"` // of the RM at which it will hold; another one is refused
+	ServerId      []byte                 `protobuf:"bytes,5,opt,name=server_id,json=serverId,proto3" json:"server_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BindSessionRequest) Reset() {
+	*x = BindSessionRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[69]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BindSessionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BindSessionRequest) ProtoMessage() {}
+
+func (x *BindSessionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[69]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BindSessionRequest.ProtoReflect.Descriptor instead.
+func (*BindSessionRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{69}
+}
+
+func (x *BindSessionRequest) GetVersion() *ProtocolVersion {
+	if x != nil {
+		return x.Version
+	}
+	return nil
+}
+
+func (x *BindSessionRequest) GetSessionId() []byte {
+	if x != nil {
+		return x.SessionId
+	}
+	return nil
+}
+
+func (x *BindSessionRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
+	}
+	return nil
+}
+
+func (x *BindSessionRequest) GetStoreId() []byte {
+	if x != nil {
+		return x.StoreId
+	}
+	return nil
+}
+
+func (x *BindSessionRequest) GetServerId() []byte {
+	if x != nil {
+		return x.ServerId
+	}
+	return nil
+}
+
+type BindSessionResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Provable      bool                   `protobuf:"varint,1,opt,name=provable,proto3" json:"provable,omitempty"`          // over a restart of the agent too
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`               // why not
+	NodeId        []byte                 `protobuf:"bytes,3,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"` // as the agent's node is known at the RM
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BindSessionResponse) Reset() {
+	*x = BindSessionResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[70]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BindSessionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BindSessionResponse) ProtoMessage() {}
+
+func (x *BindSessionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[70]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BindSessionResponse.ProtoReflect.Descriptor instead.
+func (*BindSessionResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{70}
+}
+
+func (x *BindSessionResponse) GetProvable() bool {
+	if x != nil {
+		return x.Provable
+	}
+	return false
+}
+
+func (x *BindSessionResponse) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *BindSessionResponse) GetNodeId() []byte {
+	if x != nil {
+		return x.NodeId
+	}
+	return nil
+}
+
 var File_maru_v1_rm_proto protoreflect.FileDescriptor
 
 const file_maru_v1_rm_proto_rawDesc = "" +
@@ -3719,7 +4955,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\tcoherence\x18\x05 \x01(\x0e2\x12.maru.v1.CoherenceR\tcoherence\x12*\n" +
 	"\aproblem\x18\x06 \x01(\v2\x10.maru.v1.ProblemR\aproblem\"D\n" +
 	"\x11GetAccessResponse\x12/\n" +
-	"\aregions\x18\x01 \x03(\v2\x15.maru.v1.RegionAccessR\aregions\"\xac\x02\n" +
+	"\aregions\x18\x01 \x03(\v2\x15.maru.v1.RegionAccessR\aregions\"\xf2\x02\n" +
 	"\vHoldRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x1b\n" +
@@ -3731,20 +4967,24 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\anode_id\x18\a \x01(\fR\x06nodeId\x12\x17\n" +
 	"\aboot_id\x18\b \x01(\fR\x06bootId\x12\x1f\n" +
 	"\vagent_epoch\x18\t \x01(\fR\n" +
-	"agentEpoch\"\x92\x01\n" +
+	"agentEpoch\x12*\n" +
+	"\x0esession_secret\x18\n" +
+	" \x01(\fB\x03\x80\x01\x01R\rsessionSecret\x12\x18\n" +
+	"\avouched\x18\v \x01(\bR\avouched\"\x92\x01\n" +
 	"\fHoldResponse\x12/\n" +
 	"\aregions\x18\x01 \x03(\v2\x15.maru.v1.RegionAccessR\aregions\x12\x1d\n" +
 	"\n" +
 	"hold_token\x18\x02 \x01(\fR\tholdToken\x12\x1a\n" +
 	"\bprovable\x18\x03 \x01(\bR\bprovable\x12\x16\n" +
-	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x9a\x01\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\"\xc6\x01\n" +
 	"\rUnholdRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x1a\n" +
 	"\bsequence\x18\x02 \x01(\x04R\bsequence\x12/\n" +
 	"\ahandles\x18\x03 \x03(\v2\x15.maru.v1.RegionHandleR\ahandles\x12\x1d\n" +
 	"\n" +
-	"hold_token\x18\x04 \x01(\fR\tholdToken\":\n" +
+	"hold_token\x18\x04 \x01(\fR\tholdToken\x12*\n" +
+	"\x0esession_secret\x18\x05 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\":\n" +
 	"\x0eUnholdResponse\x12(\n" +
 	"\x10freed_region_ids\x18\x01 \x03(\rR\x0efreedRegionIds\"M\n" +
 	"\x11ResetHoldsRequest\x12\x17\n" +
@@ -3752,24 +4992,26 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\vagent_epoch\x18\x02 \x01(\fR\n" +
 	"agentEpoch\".\n" +
 	"\x12ResetHoldsResponse\x12\x18\n" +
-	"\adropped\x18\x01 \x01(\rR\adropped\"Q\n" +
+	"\adropped\x18\x01 \x01(\rR\adropped\"}\n" +
 	"\x17StartDomainProofRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x17\n" +
-	"\apool_id\x18\x02 \x01(\fR\x06poolId\"\xc7\x01\n" +
+	"\apool_id\x18\x02 \x01(\fR\x06poolId\x12*\n" +
+	"\x0esession_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\"\xc7\x01\n" +
 	"\x18StartDomainProofResponse\x12\x12\n" +
 	"\x04slot\x18\x01 \x01(\rR\x04slot\x12\x12\n" +
 	"\x04path\x18\x02 \x01(\tR\x04path\x124\n" +
 	"\vdevice_kind\x18\x03 \x01(\x0e2\x13.maru.v1.DeviceKindR\n" +
 	"deviceKind\x12\x1b\n" +
 	"\tmap_bytes\x18\x04 \x01(\x04R\bmapBytes\x120\n" +
-	"\tcoherence\x18\x05 \x01(\x0e2\x12.maru.v1.CoherenceR\tcoherence\"|\n" +
+	"\tcoherence\x18\x05 \x01(\x0e2\x12.maru.v1.CoherenceR\tcoherence\"\xa8\x01\n" +
 	"\x18FinishDomainProofRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x17\n" +
 	"\apool_id\x18\x02 \x01(\fR\x06poolId\x12\x12\n" +
 	"\x04slot\x18\x03 \x01(\rR\x04slot\x12\x14\n" +
-	"\x05nonce\x18\x04 \x01(\fR\x05nonce\"\x1b\n" +
+	"\x05nonce\x18\x04 \x01(\fR\x05nonce\x12*\n" +
+	"\x0esession_secret\x18\x05 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\"\x1b\n" +
 	"\x19FinishDomainProofResponse\"S\n" +
 	"\x17CheckDomainProofRequest\x12\x1d\n" +
 	"\n" +
@@ -3825,10 +5067,11 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\vOwnerFenced\x12 \n" +
 	"\vincarnation\x18\x01 \x01(\rR\vincarnation\"&\n" +
 	"\bSnapshot\x12\x1a\n" +
-	"\bsessions\x18\x01 \x03(\fR\bsessions\"4\n" +
+	"\bsessions\x18\x01 \x03(\fR\bsessions\"`\n" +
 	"\x13WatchSessionRequest\x12\x1d\n" +
 	"\n" +
-	"session_id\x18\x01 \x01(\fR\tsessionId\"f\n" +
+	"session_id\x18\x01 \x01(\fR\tsessionId\x12*\n" +
+	"\x0esession_secret\x18\x02 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\"f\n" +
 	"\x12SessionRegionEvent\x12\x17\n" +
 	"\apool_id\x18\x01 \x01(\fR\x06poolId\x12\x1b\n" +
 	"\tregion_id\x18\x02 \x01(\rR\bregionId\x12\x1a\n" +
@@ -3862,7 +5105,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"ownerToken\"X\n" +
 	"\x13ListRegionsResponse\x12-\n" +
 	"\aregions\x18\x01 \x03(\v2\x13.maru.v1.RegionInfoR\aregions\x12\x12\n" +
-	"\x04more\x18\x02 \x01(\bR\x04more\"\x92\x03\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\"\x8d\x05\n" +
 	"\bHoldInfo\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x1b\n" +
@@ -3878,7 +5121,17 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	" \x01(\bR\bdraining\x12\"\n" +
 	"\rsince_unix_ms\x18\v \x01(\x03R\vsinceUnixMs\x12\x12\n" +
 	"\x04cure\x18\f \x01(\tR\x04cure\x12\x1a\n" +
-	"\bsequence\x18\r \x01(\x04R\bsequence\"\x99\x01\n" +
+	"\bsequence\x18\r \x01(\x04R\bsequence\x12\x16\n" +
+	"\x06reason\x18\x0e \x01(\tR\x06reason\x12\x14\n" +
+	"\x05proof\x18\x0f \x01(\tR\x05proof\x12\x19\n" +
+	"\bagent_id\x18\x10 \x01(\fR\aagentId\x12\x1b\n" +
+	"\tpool_name\x18\x11 \x01(\tR\bpoolName\x12#\n" +
+	"\rextent_length\x18\x12 \x01(\x04R\fextentLength\x12\x17\n" +
+	"\aboot_id\x18\x13 \x01(\fR\x06bootId\x12\x1b\n" +
+	"\tread_only\x18\x14 \x01(\bR\breadOnly\x12\x19\n" +
+	"\bowner_id\x18\x15 \x01(\fR\aownerId\x12\x1d\n" +
+	"\n" +
+	"owner_name\x18\x16 \x01(\tR\townerName\"\x99\x01\n" +
 	"\x10ListHoldsRequest\x12(\n" +
 	"\x10after_session_id\x18\x01 \x01(\fR\x0eafterSessionId\x12&\n" +
 	"\x0fafter_region_id\x18\x02 \x01(\rR\rafterRegionId\x12\x14\n" +
@@ -3915,7 +5168,89 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\aconfirm\x18\x02 \x01(\bR\aconfirm\"E\n" +
 	"\x11DropOwnerResponse\x12\x14\n" +
 	"\x05freed\x18\x01 \x01(\rR\x05freed\x12\x1a\n" +
-	"\bdraining\x18\x02 \x01(\rR\bdraining*V\n" +
+	"\bdraining\x18\x02 \x01(\rR\bdraining\"\x9c\x01\n" +
+	"\x11StartAgentRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\fR\aagentId\x12\x17\n" +
+	"\anode_id\x18\x02 \x01(\fR\x06nodeId\x12\x17\n" +
+	"\aboot_id\x18\x03 \x01(\fR\x06bootId\x12\x12\n" +
+	"\x04name\x18\x04 \x01(\tR\x04name\x12&\n" +
+	"\fagent_secret\x18\x05 \x01(\fB\x03\x80\x01\x01R\vagentSecret\"\x80\x01\n" +
+	"\x12StartAgentResponse\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12$\n" +
+	"\vagent_token\x18\x02 \x01(\fB\x03\x80\x01\x01R\n" +
+	"agentToken\x12.\n" +
+	"\x13ended_session_count\x18\x03 \x01(\rR\x11endedSessionCount\"\x9e\x02\n" +
+	"\x13VouchSessionRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\fR\aagentId\x12\x14\n" +
+	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12$\n" +
+	"\vagent_token\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
+	"agentToken\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x04 \x01(\fR\tsessionId\x12*\n" +
+	"\x0esession_secret\x18\x05 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\x12,\n" +
+	"\aprocess\x18\x06 \x01(\v2\x12.maru.v1.ProcessIDR\aprocess\x12\x1b\n" +
+	"\tserver_id\x18\a \x01(\fR\bserverId\x12\x1a\n" +
+	"\bsequence\x18\b \x01(\x04R\bsequence\"\x16\n" +
+	"\x14VouchSessionResponse\"\xf1\x01\n" +
+	"\x16ReportProcessesRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\fR\aagentId\x12\x14\n" +
+	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12$\n" +
+	"\vagent_token\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
+	"agentToken\x12+\n" +
+	"\x05ended\x18\x04 \x03(\v2\x15.maru.v1.EndedProcessR\x05ended\x127\n" +
+	"\tunwatched\x18\x05 \x03(\v2\x19.maru.v1.UnwatchedProcessR\tunwatched\x12\x1a\n" +
+	"\bsequence\x18\x06 \x01(\x04R\bsequence\"v\n" +
+	"\fEndedProcess\x12,\n" +
+	"\aprocess\x18\x01 \x01(\v2\x12.maru.v1.ProcessIDR\aprocess\x128\n" +
+	"\fwritten_back\x18\x02 \x03(\v2\x15.maru.v1.RegionHandleR\vwrittenBack\"X\n" +
+	"\x10UnwatchedProcess\x12,\n" +
+	"\aprocess\x18\x01 \x01(\v2\x12.maru.v1.ProcessIDR\aprocess\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\"E\n" +
+	"\x17ReportProcessesResponse\x12*\n" +
+	"\x05ended\x18\x01 \x03(\v2\x14.maru.v1.EndedAnswerR\x05ended\"W\n" +
+	"\vEndedAnswer\x12\x12\n" +
+	"\x04done\x18\x01 \x01(\bR\x04done\x124\n" +
+	"\n" +
+	"write_back\x18\x02 \x03(\v2\x15.maru.v1.RegionAccessR\twriteBack\"\x87\x02\n" +
+	"\tAgentInfo\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\fR\aagentId\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x17\n" +
+	"\anode_id\x18\x03 \x01(\fR\x06nodeId\x12\x17\n" +
+	"\aboot_id\x18\x04 \x01(\fR\x06bootId\x12\x14\n" +
+	"\x05epoch\x18\x05 \x01(\rR\x05epoch\x12&\n" +
+	"\x0fstarted_unix_ms\x18\x06 \x01(\x03R\rstartedUnixMs\x12\"\n" +
+	"\rheard_unix_ms\x18\a \x01(\x03R\vheardUnixMs\x12\x12\n" +
+	"\x04away\x18\b \x01(\bR\x04away\x12#\n" +
+	"\rsession_count\x18\t \x01(\x04R\fsessionCount\"\x13\n" +
+	"\x11ListAgentsRequest\"@\n" +
+	"\x12ListAgentsResponse\x12*\n" +
+	"\x06agents\x18\x01 \x03(\v2\x12.maru.v1.AgentInfoR\x06agents\"G\n" +
+	"\x10DropAgentRequest\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\fR\aagentId\x12\x18\n" +
+	"\aconfirm\x18\x02 \x01(\bR\aconfirm\"/\n" +
+	"\x11DropAgentResponse\x12\x1a\n" +
+	"\bsessions\x18\x01 \x01(\rR\bsessions\"L\n" +
+	"\x16DescribeWatcherRequest\x122\n" +
+	"\aversion\x18\x01 \x01(\v2\x18.maru.v1.ProtocolVersionR\aversion\"\xe2\x01\n" +
+	"\x17DescribeWatcherResponse\x12\x18\n" +
+	"\aversion\x18\x01 \x01(\rR\aversion\x12\x19\n" +
+	"\bagent_id\x18\x02 \x01(\fR\aagentId\x12\x17\n" +
+	"\anode_id\x18\x03 \x01(\fR\x06nodeId\x12\x17\n" +
+	"\aboot_id\x18\x04 \x01(\fR\x06bootId\x12\x19\n" +
+	"\bstore_id\x18\x05 \x01(\fR\astoreId\x12'\n" +
+	"\x0fprogram_version\x18\x06 \x01(\tR\x0eprogramVersion\x12\x1c\n" +
+	"\tconnected\x18\a \x01(\bR\tconnected\"\xcb\x01\n" +
+	"\x12BindSessionRequest\x122\n" +
+	"\aversion\x18\x01 \x01(\v2\x18.maru.v1.ProtocolVersionR\aversion\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x02 \x01(\fR\tsessionId\x12*\n" +
+	"\x0esession_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\x12\x19\n" +
+	"\bstore_id\x18\x04 \x01(\fR\astoreId\x12\x1b\n" +
+	"\tserver_id\x18\x05 \x01(\fR\bserverId\"b\n" +
+	"\x13BindSessionResponse\x12\x1a\n" +
+	"\bprovable\x18\x01 \x01(\bR\bprovable\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x17\n" +
+	"\anode_id\x18\x03 \x01(\fR\x06nodeId*V\n" +
 	"\tPoolState\x12\x1a\n" +
 	"\x16POOL_STATE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11POOL_STATE_ONLINE\x10\x01\x12\x16\n" +
@@ -3924,7 +5259,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\x18REGION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16REGION_STATE_ALLOCATED\x10\x01\x12\x15\n" +
 	"\x11REGION_STATE_HELD\x10\x02\x12\x19\n" +
-	"\x15REGION_STATE_DRAINING\x10\x032\x9f\f\n" +
+	"\x15REGION_STATE_DRAINING\x10\x032\x94\x0f\n" +
 	"\x0fResourceManager\x12?\n" +
 	"\bDescribe\x12\x18.maru.v1.DescribeRequest\x1a\x19.maru.v1.DescribeResponse\x12E\n" +
 	"\n" +
@@ -3936,7 +5271,11 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\x04Hold\x12\x14.maru.v1.HoldRequest\x1a\x15.maru.v1.HoldResponse\x129\n" +
 	"\x06Unhold\x12\x16.maru.v1.UnholdRequest\x1a\x17.maru.v1.UnholdResponse\x12E\n" +
 	"\n" +
-	"ResetHolds\x12\x1a.maru.v1.ResetHoldsRequest\x1a\x1b.maru.v1.ResetHoldsResponse\x12W\n" +
+	"ResetHolds\x12\x1a.maru.v1.ResetHoldsRequest\x1a\x1b.maru.v1.ResetHoldsResponse\x12E\n" +
+	"\n" +
+	"StartAgent\x12\x1a.maru.v1.StartAgentRequest\x1a\x1b.maru.v1.StartAgentResponse\x12K\n" +
+	"\fVouchSession\x12\x1c.maru.v1.VouchSessionRequest\x1a\x1d.maru.v1.VouchSessionResponse\x12T\n" +
+	"\x0fReportProcesses\x12\x1f.maru.v1.ReportProcessesRequest\x1a .maru.v1.ReportProcessesResponse\x12W\n" +
 	"\x10StartDomainProof\x12 .maru.v1.StartDomainProofRequest\x1a!.maru.v1.StartDomainProofResponse\x12Z\n" +
 	"\x11FinishDomainProof\x12!.maru.v1.FinishDomainProofRequest\x1a\".maru.v1.FinishDomainProofResponse\x12W\n" +
 	"\x10CheckDomainProof\x12 .maru.v1.CheckDomainProofRequest\x1a!.maru.v1.CheckDomainProofResponse\x12H\n" +
@@ -3949,9 +5288,15 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\vListRegions\x12\x1b.maru.v1.ListRegionsRequest\x1a\x1c.maru.v1.ListRegionsResponse\x12B\n" +
 	"\tListHolds\x12\x19.maru.v1.ListHoldsRequest\x1a\x1a.maru.v1.ListHoldsResponse\x12E\n" +
 	"\n" +
-	"ListOwners\x12\x1a.maru.v1.ListOwnersRequest\x1a\x1b.maru.v1.ListOwnersResponse\x12B\n" +
+	"ListOwners\x12\x1a.maru.v1.ListOwnersRequest\x1a\x1b.maru.v1.ListOwnersResponse\x12E\n" +
+	"\n" +
+	"ListAgents\x12\x1a.maru.v1.ListAgentsRequest\x1a\x1b.maru.v1.ListAgentsResponse\x12B\n" +
 	"\tDropHolds\x12\x19.maru.v1.DropHoldsRequest\x1a\x1a.maru.v1.DropHoldsResponse\x12B\n" +
-	"\tDropOwner\x12\x19.maru.v1.DropOwnerRequest\x1a\x1a.maru.v1.DropOwnerResponseB.Z,github.com/xcena-dev/maru/api/maru/v1;maruv1b\x06proto3"
+	"\tDropOwner\x12\x19.maru.v1.DropOwnerRequest\x1a\x1a.maru.v1.DropOwnerResponse\x12B\n" +
+	"\tDropAgent\x12\x19.maru.v1.DropAgentRequest\x1a\x1a.maru.v1.DropAgentResponse2\xad\x01\n" +
+	"\vNodeWatcher\x12T\n" +
+	"\x0fDescribeWatcher\x12\x1f.maru.v1.DescribeWatcherRequest\x1a .maru.v1.DescribeWatcherResponse\x12H\n" +
+	"\vBindSession\x12\x1b.maru.v1.BindSessionRequest\x1a\x1c.maru.v1.BindSessionResponseB.Z,github.com/xcena-dev/maru/api/maru/v1;maruv1b\x06proto3"
 
 var (
 	file_maru_v1_rm_proto_rawDescOnce sync.Once
@@ -3966,7 +5311,7 @@ func file_maru_v1_rm_proto_rawDescGZIP() []byte {
 }
 
 var file_maru_v1_rm_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_maru_v1_rm_proto_msgTypes = make([]protoimpl.MessageInfo, 53)
+var file_maru_v1_rm_proto_msgTypes = make([]protoimpl.MessageInfo, 71)
 var file_maru_v1_rm_proto_goTypes = []any{
 	(PoolState)(0),                    // 0: maru.v1.PoolState
 	(RegionState)(0),                  // 1: maru.v1.RegionState
@@ -4023,104 +5368,147 @@ var file_maru_v1_rm_proto_goTypes = []any{
 	(*DropHoldsResponse)(nil),         // 52: maru.v1.DropHoldsResponse
 	(*DropOwnerRequest)(nil),          // 53: maru.v1.DropOwnerRequest
 	(*DropOwnerResponse)(nil),         // 54: maru.v1.DropOwnerResponse
-	(*ProtocolVersion)(nil),           // 55: maru.v1.ProtocolVersion
-	(Medium)(0),                       // 56: maru.v1.Medium
-	(Tier)(0),                         // 57: maru.v1.Tier
-	(Scope)(0),                        // 58: maru.v1.Scope
-	(Coherence)(0),                    // 59: maru.v1.Coherence
-	(DeviceKind)(0),                   // 60: maru.v1.DeviceKind
-	(*RegionHandle)(nil),              // 61: maru.v1.RegionHandle
-	(*RegionPlace)(nil),               // 62: maru.v1.RegionPlace
-	(*Problem)(nil),                   // 63: maru.v1.Problem
-	(*ProcessID)(nil),                 // 64: maru.v1.ProcessID
+	(*StartAgentRequest)(nil),         // 55: maru.v1.StartAgentRequest
+	(*StartAgentResponse)(nil),        // 56: maru.v1.StartAgentResponse
+	(*VouchSessionRequest)(nil),       // 57: maru.v1.VouchSessionRequest
+	(*VouchSessionResponse)(nil),      // 58: maru.v1.VouchSessionResponse
+	(*ReportProcessesRequest)(nil),    // 59: maru.v1.ReportProcessesRequest
+	(*EndedProcess)(nil),              // 60: maru.v1.EndedProcess
+	(*UnwatchedProcess)(nil),          // 61: maru.v1.UnwatchedProcess
+	(*ReportProcessesResponse)(nil),   // 62: maru.v1.ReportProcessesResponse
+	(*EndedAnswer)(nil),               // 63: maru.v1.EndedAnswer
+	(*AgentInfo)(nil),                 // 64: maru.v1.AgentInfo
+	(*ListAgentsRequest)(nil),         // 65: maru.v1.ListAgentsRequest
+	(*ListAgentsResponse)(nil),        // 66: maru.v1.ListAgentsResponse
+	(*DropAgentRequest)(nil),          // 67: maru.v1.DropAgentRequest
+	(*DropAgentResponse)(nil),         // 68: maru.v1.DropAgentResponse
+	(*DescribeWatcherRequest)(nil),    // 69: maru.v1.DescribeWatcherRequest
+	(*DescribeWatcherResponse)(nil),   // 70: maru.v1.DescribeWatcherResponse
+	(*BindSessionRequest)(nil),        // 71: maru.v1.BindSessionRequest
+	(*BindSessionResponse)(nil),       // 72: maru.v1.BindSessionResponse
+	(*ProtocolVersion)(nil),           // 73: maru.v1.ProtocolVersion
+	(Medium)(0),                       // 74: maru.v1.Medium
+	(Tier)(0),                         // 75: maru.v1.Tier
+	(Scope)(0),                        // 76: maru.v1.Scope
+	(Coherence)(0),                    // 77: maru.v1.Coherence
+	(DeviceKind)(0),                   // 78: maru.v1.DeviceKind
+	(*RegionHandle)(nil),              // 79: maru.v1.RegionHandle
+	(*RegionPlace)(nil),               // 80: maru.v1.RegionPlace
+	(*Problem)(nil),                   // 81: maru.v1.Problem
+	(*ProcessID)(nil),                 // 82: maru.v1.ProcessID
 }
 var file_maru_v1_rm_proto_depIdxs = []int32{
-	55, // 0: maru.v1.DescribeRequest.version:type_name -> maru.v1.ProtocolVersion
+	73, // 0: maru.v1.DescribeRequest.version:type_name -> maru.v1.ProtocolVersion
 	4,  // 1: maru.v1.DescribeResponse.pools:type_name -> maru.v1.PoolInfo
-	56, // 2: maru.v1.PoolInfo.medium:type_name -> maru.v1.Medium
-	57, // 3: maru.v1.PoolInfo.tier:type_name -> maru.v1.Tier
-	58, // 4: maru.v1.PoolInfo.scope:type_name -> maru.v1.Scope
-	59, // 5: maru.v1.PoolInfo.coherence:type_name -> maru.v1.Coherence
-	60, // 6: maru.v1.PoolInfo.device_kind:type_name -> maru.v1.DeviceKind
+	74, // 2: maru.v1.PoolInfo.medium:type_name -> maru.v1.Medium
+	75, // 3: maru.v1.PoolInfo.tier:type_name -> maru.v1.Tier
+	76, // 4: maru.v1.PoolInfo.scope:type_name -> maru.v1.Scope
+	77, // 5: maru.v1.PoolInfo.coherence:type_name -> maru.v1.Coherence
+	78, // 6: maru.v1.PoolInfo.device_kind:type_name -> maru.v1.DeviceKind
 	0,  // 7: maru.v1.PoolInfo.state:type_name -> maru.v1.PoolState
-	61, // 8: maru.v1.AllocateResponse.handle:type_name -> maru.v1.RegionHandle
-	62, // 9: maru.v1.AllocateResponse.place:type_name -> maru.v1.RegionPlace
-	61, // 10: maru.v1.FreeRequest.handle:type_name -> maru.v1.RegionHandle
-	61, // 11: maru.v1.MintReadRequest.handles:type_name -> maru.v1.RegionHandle
-	61, // 12: maru.v1.MintReadResponse.handles:type_name -> maru.v1.RegionHandle
-	61, // 13: maru.v1.GetAccessRequest.handles:type_name -> maru.v1.RegionHandle
-	61, // 14: maru.v1.RegionAccess.handle:type_name -> maru.v1.RegionHandle
-	62, // 15: maru.v1.RegionAccess.place:type_name -> maru.v1.RegionPlace
-	60, // 16: maru.v1.RegionAccess.device_kind:type_name -> maru.v1.DeviceKind
-	59, // 17: maru.v1.RegionAccess.coherence:type_name -> maru.v1.Coherence
-	63, // 18: maru.v1.RegionAccess.problem:type_name -> maru.v1.Problem
+	79, // 8: maru.v1.AllocateResponse.handle:type_name -> maru.v1.RegionHandle
+	80, // 9: maru.v1.AllocateResponse.place:type_name -> maru.v1.RegionPlace
+	79, // 10: maru.v1.FreeRequest.handle:type_name -> maru.v1.RegionHandle
+	79, // 11: maru.v1.MintReadRequest.handles:type_name -> maru.v1.RegionHandle
+	79, // 12: maru.v1.MintReadResponse.handles:type_name -> maru.v1.RegionHandle
+	79, // 13: maru.v1.GetAccessRequest.handles:type_name -> maru.v1.RegionHandle
+	79, // 14: maru.v1.RegionAccess.handle:type_name -> maru.v1.RegionHandle
+	80, // 15: maru.v1.RegionAccess.place:type_name -> maru.v1.RegionPlace
+	78, // 16: maru.v1.RegionAccess.device_kind:type_name -> maru.v1.DeviceKind
+	77, // 17: maru.v1.RegionAccess.coherence:type_name -> maru.v1.Coherence
+	81, // 18: maru.v1.RegionAccess.problem:type_name -> maru.v1.Problem
 	14, // 19: maru.v1.GetAccessResponse.regions:type_name -> maru.v1.RegionAccess
-	61, // 20: maru.v1.HoldRequest.handles:type_name -> maru.v1.RegionHandle
+	79, // 20: maru.v1.HoldRequest.handles:type_name -> maru.v1.RegionHandle
 	14, // 21: maru.v1.HoldResponse.regions:type_name -> maru.v1.RegionAccess
-	61, // 22: maru.v1.UnholdRequest.handles:type_name -> maru.v1.RegionHandle
-	60, // 23: maru.v1.StartDomainProofResponse.device_kind:type_name -> maru.v1.DeviceKind
-	59, // 24: maru.v1.StartDomainProofResponse.coherence:type_name -> maru.v1.Coherence
+	79, // 22: maru.v1.UnholdRequest.handles:type_name -> maru.v1.RegionHandle
+	78, // 23: maru.v1.StartDomainProofResponse.device_kind:type_name -> maru.v1.DeviceKind
+	77, // 24: maru.v1.StartDomainProofResponse.coherence:type_name -> maru.v1.Coherence
 	34, // 25: maru.v1.OwnerEvent.session_gone:type_name -> maru.v1.SessionGone
 	35, // 26: maru.v1.OwnerEvent.region_freed:type_name -> maru.v1.RegionFreed
 	36, // 27: maru.v1.OwnerEvent.fenced:type_name -> maru.v1.OwnerFenced
 	37, // 28: maru.v1.OwnerEvent.snapshot:type_name -> maru.v1.Snapshot
 	4,  // 29: maru.v1.ListPoolsResponse.pools:type_name -> maru.v1.PoolInfo
 	1,  // 30: maru.v1.RegionInfo.state:type_name -> maru.v1.RegionState
-	62, // 31: maru.v1.RegionInfo.place:type_name -> maru.v1.RegionPlace
-	61, // 32: maru.v1.RegionInfo.handle:type_name -> maru.v1.RegionHandle
+	80, // 31: maru.v1.RegionInfo.place:type_name -> maru.v1.RegionPlace
+	79, // 32: maru.v1.RegionInfo.handle:type_name -> maru.v1.RegionHandle
 	42, // 33: maru.v1.ListRegionsResponse.regions:type_name -> maru.v1.RegionInfo
-	64, // 34: maru.v1.HoldInfo.process:type_name -> maru.v1.ProcessID
+	82, // 34: maru.v1.HoldInfo.process:type_name -> maru.v1.ProcessID
 	45, // 35: maru.v1.ListHoldsResponse.holds:type_name -> maru.v1.HoldInfo
 	48, // 36: maru.v1.ListOwnersResponse.owners:type_name -> maru.v1.OwnerInfo
-	2,  // 37: maru.v1.ResourceManager.Describe:input_type -> maru.v1.DescribeRequest
-	5,  // 38: maru.v1.ResourceManager.StartOwner:input_type -> maru.v1.StartOwnerRequest
-	7,  // 39: maru.v1.ResourceManager.Allocate:input_type -> maru.v1.AllocateRequest
-	9,  // 40: maru.v1.ResourceManager.Free:input_type -> maru.v1.FreeRequest
-	11, // 41: maru.v1.ResourceManager.MintRead:input_type -> maru.v1.MintReadRequest
-	13, // 42: maru.v1.ResourceManager.GetAccess:input_type -> maru.v1.GetAccessRequest
-	16, // 43: maru.v1.ResourceManager.Hold:input_type -> maru.v1.HoldRequest
-	18, // 44: maru.v1.ResourceManager.Unhold:input_type -> maru.v1.UnholdRequest
-	20, // 45: maru.v1.ResourceManager.ResetHolds:input_type -> maru.v1.ResetHoldsRequest
-	22, // 46: maru.v1.ResourceManager.StartDomainProof:input_type -> maru.v1.StartDomainProofRequest
-	24, // 47: maru.v1.ResourceManager.FinishDomainProof:input_type -> maru.v1.FinishDomainProofRequest
-	26, // 48: maru.v1.ResourceManager.CheckDomainProof:input_type -> maru.v1.CheckDomainProofRequest
-	28, // 49: maru.v1.ResourceManager.ReadRecords:input_type -> maru.v1.ReadRecordsRequest
-	30, // 50: maru.v1.ResourceManager.ClearRecords:input_type -> maru.v1.ClearRecordsRequest
-	32, // 51: maru.v1.ResourceManager.WatchOwner:input_type -> maru.v1.WatchOwnerRequest
-	38, // 52: maru.v1.ResourceManager.WatchSession:input_type -> maru.v1.WatchSessionRequest
-	40, // 53: maru.v1.ResourceManager.ListPools:input_type -> maru.v1.ListPoolsRequest
-	43, // 54: maru.v1.ResourceManager.ListRegions:input_type -> maru.v1.ListRegionsRequest
-	46, // 55: maru.v1.ResourceManager.ListHolds:input_type -> maru.v1.ListHoldsRequest
-	49, // 56: maru.v1.ResourceManager.ListOwners:input_type -> maru.v1.ListOwnersRequest
-	51, // 57: maru.v1.ResourceManager.DropHolds:input_type -> maru.v1.DropHoldsRequest
-	53, // 58: maru.v1.ResourceManager.DropOwner:input_type -> maru.v1.DropOwnerRequest
-	3,  // 59: maru.v1.ResourceManager.Describe:output_type -> maru.v1.DescribeResponse
-	6,  // 60: maru.v1.ResourceManager.StartOwner:output_type -> maru.v1.StartOwnerResponse
-	8,  // 61: maru.v1.ResourceManager.Allocate:output_type -> maru.v1.AllocateResponse
-	10, // 62: maru.v1.ResourceManager.Free:output_type -> maru.v1.FreeResponse
-	12, // 63: maru.v1.ResourceManager.MintRead:output_type -> maru.v1.MintReadResponse
-	15, // 64: maru.v1.ResourceManager.GetAccess:output_type -> maru.v1.GetAccessResponse
-	17, // 65: maru.v1.ResourceManager.Hold:output_type -> maru.v1.HoldResponse
-	19, // 66: maru.v1.ResourceManager.Unhold:output_type -> maru.v1.UnholdResponse
-	21, // 67: maru.v1.ResourceManager.ResetHolds:output_type -> maru.v1.ResetHoldsResponse
-	23, // 68: maru.v1.ResourceManager.StartDomainProof:output_type -> maru.v1.StartDomainProofResponse
-	25, // 69: maru.v1.ResourceManager.FinishDomainProof:output_type -> maru.v1.FinishDomainProofResponse
-	27, // 70: maru.v1.ResourceManager.CheckDomainProof:output_type -> maru.v1.CheckDomainProofResponse
-	29, // 71: maru.v1.ResourceManager.ReadRecords:output_type -> maru.v1.ReadRecordsResponse
-	31, // 72: maru.v1.ResourceManager.ClearRecords:output_type -> maru.v1.ClearRecordsResponse
-	33, // 73: maru.v1.ResourceManager.WatchOwner:output_type -> maru.v1.OwnerEvent
-	39, // 74: maru.v1.ResourceManager.WatchSession:output_type -> maru.v1.SessionRegionEvent
-	41, // 75: maru.v1.ResourceManager.ListPools:output_type -> maru.v1.ListPoolsResponse
-	44, // 76: maru.v1.ResourceManager.ListRegions:output_type -> maru.v1.ListRegionsResponse
-	47, // 77: maru.v1.ResourceManager.ListHolds:output_type -> maru.v1.ListHoldsResponse
-	50, // 78: maru.v1.ResourceManager.ListOwners:output_type -> maru.v1.ListOwnersResponse
-	52, // 79: maru.v1.ResourceManager.DropHolds:output_type -> maru.v1.DropHoldsResponse
-	54, // 80: maru.v1.ResourceManager.DropOwner:output_type -> maru.v1.DropOwnerResponse
-	59, // [59:81] is the sub-list for method output_type
-	37, // [37:59] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	82, // 37: maru.v1.VouchSessionRequest.process:type_name -> maru.v1.ProcessID
+	60, // 38: maru.v1.ReportProcessesRequest.ended:type_name -> maru.v1.EndedProcess
+	61, // 39: maru.v1.ReportProcessesRequest.unwatched:type_name -> maru.v1.UnwatchedProcess
+	82, // 40: maru.v1.EndedProcess.process:type_name -> maru.v1.ProcessID
+	79, // 41: maru.v1.EndedProcess.written_back:type_name -> maru.v1.RegionHandle
+	82, // 42: maru.v1.UnwatchedProcess.process:type_name -> maru.v1.ProcessID
+	63, // 43: maru.v1.ReportProcessesResponse.ended:type_name -> maru.v1.EndedAnswer
+	14, // 44: maru.v1.EndedAnswer.write_back:type_name -> maru.v1.RegionAccess
+	64, // 45: maru.v1.ListAgentsResponse.agents:type_name -> maru.v1.AgentInfo
+	73, // 46: maru.v1.DescribeWatcherRequest.version:type_name -> maru.v1.ProtocolVersion
+	73, // 47: maru.v1.BindSessionRequest.version:type_name -> maru.v1.ProtocolVersion
+	2,  // 48: maru.v1.ResourceManager.Describe:input_type -> maru.v1.DescribeRequest
+	5,  // 49: maru.v1.ResourceManager.StartOwner:input_type -> maru.v1.StartOwnerRequest
+	7,  // 50: maru.v1.ResourceManager.Allocate:input_type -> maru.v1.AllocateRequest
+	9,  // 51: maru.v1.ResourceManager.Free:input_type -> maru.v1.FreeRequest
+	11, // 52: maru.v1.ResourceManager.MintRead:input_type -> maru.v1.MintReadRequest
+	13, // 53: maru.v1.ResourceManager.GetAccess:input_type -> maru.v1.GetAccessRequest
+	16, // 54: maru.v1.ResourceManager.Hold:input_type -> maru.v1.HoldRequest
+	18, // 55: maru.v1.ResourceManager.Unhold:input_type -> maru.v1.UnholdRequest
+	20, // 56: maru.v1.ResourceManager.ResetHolds:input_type -> maru.v1.ResetHoldsRequest
+	55, // 57: maru.v1.ResourceManager.StartAgent:input_type -> maru.v1.StartAgentRequest
+	57, // 58: maru.v1.ResourceManager.VouchSession:input_type -> maru.v1.VouchSessionRequest
+	59, // 59: maru.v1.ResourceManager.ReportProcesses:input_type -> maru.v1.ReportProcessesRequest
+	22, // 60: maru.v1.ResourceManager.StartDomainProof:input_type -> maru.v1.StartDomainProofRequest
+	24, // 61: maru.v1.ResourceManager.FinishDomainProof:input_type -> maru.v1.FinishDomainProofRequest
+	26, // 62: maru.v1.ResourceManager.CheckDomainProof:input_type -> maru.v1.CheckDomainProofRequest
+	28, // 63: maru.v1.ResourceManager.ReadRecords:input_type -> maru.v1.ReadRecordsRequest
+	30, // 64: maru.v1.ResourceManager.ClearRecords:input_type -> maru.v1.ClearRecordsRequest
+	32, // 65: maru.v1.ResourceManager.WatchOwner:input_type -> maru.v1.WatchOwnerRequest
+	38, // 66: maru.v1.ResourceManager.WatchSession:input_type -> maru.v1.WatchSessionRequest
+	40, // 67: maru.v1.ResourceManager.ListPools:input_type -> maru.v1.ListPoolsRequest
+	43, // 68: maru.v1.ResourceManager.ListRegions:input_type -> maru.v1.ListRegionsRequest
+	46, // 69: maru.v1.ResourceManager.ListHolds:input_type -> maru.v1.ListHoldsRequest
+	49, // 70: maru.v1.ResourceManager.ListOwners:input_type -> maru.v1.ListOwnersRequest
+	65, // 71: maru.v1.ResourceManager.ListAgents:input_type -> maru.v1.ListAgentsRequest
+	51, // 72: maru.v1.ResourceManager.DropHolds:input_type -> maru.v1.DropHoldsRequest
+	53, // 73: maru.v1.ResourceManager.DropOwner:input_type -> maru.v1.DropOwnerRequest
+	67, // 74: maru.v1.ResourceManager.DropAgent:input_type -> maru.v1.DropAgentRequest
+	69, // 75: maru.v1.NodeWatcher.DescribeWatcher:input_type -> maru.v1.DescribeWatcherRequest
+	71, // 76: maru.v1.NodeWatcher.BindSession:input_type -> maru.v1.BindSessionRequest
+	3,  // 77: maru.v1.ResourceManager.Describe:output_type -> maru.v1.DescribeResponse
+	6,  // 78: maru.v1.ResourceManager.StartOwner:output_type -> maru.v1.StartOwnerResponse
+	8,  // 79: maru.v1.ResourceManager.Allocate:output_type -> maru.v1.AllocateResponse
+	10, // 80: maru.v1.ResourceManager.Free:output_type -> maru.v1.FreeResponse
+	12, // 81: maru.v1.ResourceManager.MintRead:output_type -> maru.v1.MintReadResponse
+	15, // 82: maru.v1.ResourceManager.GetAccess:output_type -> maru.v1.GetAccessResponse
+	17, // 83: maru.v1.ResourceManager.Hold:output_type -> maru.v1.HoldResponse
+	19, // 84: maru.v1.ResourceManager.Unhold:output_type -> maru.v1.UnholdResponse
+	21, // 85: maru.v1.ResourceManager.ResetHolds:output_type -> maru.v1.ResetHoldsResponse
+	56, // 86: maru.v1.ResourceManager.StartAgent:output_type -> maru.v1.StartAgentResponse
+	58, // 87: maru.v1.ResourceManager.VouchSession:output_type -> maru.v1.VouchSessionResponse
+	62, // 88: maru.v1.ResourceManager.ReportProcesses:output_type -> maru.v1.ReportProcessesResponse
+	23, // 89: maru.v1.ResourceManager.StartDomainProof:output_type -> maru.v1.StartDomainProofResponse
+	25, // 90: maru.v1.ResourceManager.FinishDomainProof:output_type -> maru.v1.FinishDomainProofResponse
+	27, // 91: maru.v1.ResourceManager.CheckDomainProof:output_type -> maru.v1.CheckDomainProofResponse
+	29, // 92: maru.v1.ResourceManager.ReadRecords:output_type -> maru.v1.ReadRecordsResponse
+	31, // 93: maru.v1.ResourceManager.ClearRecords:output_type -> maru.v1.ClearRecordsResponse
+	33, // 94: maru.v1.ResourceManager.WatchOwner:output_type -> maru.v1.OwnerEvent
+	39, // 95: maru.v1.ResourceManager.WatchSession:output_type -> maru.v1.SessionRegionEvent
+	41, // 96: maru.v1.ResourceManager.ListPools:output_type -> maru.v1.ListPoolsResponse
+	44, // 97: maru.v1.ResourceManager.ListRegions:output_type -> maru.v1.ListRegionsResponse
+	47, // 98: maru.v1.ResourceManager.ListHolds:output_type -> maru.v1.ListHoldsResponse
+	50, // 99: maru.v1.ResourceManager.ListOwners:output_type -> maru.v1.ListOwnersResponse
+	66, // 100: maru.v1.ResourceManager.ListAgents:output_type -> maru.v1.ListAgentsResponse
+	52, // 101: maru.v1.ResourceManager.DropHolds:output_type -> maru.v1.DropHoldsResponse
+	54, // 102: maru.v1.ResourceManager.DropOwner:output_type -> maru.v1.DropOwnerResponse
+	68, // 103: maru.v1.ResourceManager.DropAgent:output_type -> maru.v1.DropAgentResponse
+	70, // 104: maru.v1.NodeWatcher.DescribeWatcher:output_type -> maru.v1.DescribeWatcherResponse
+	72, // 105: maru.v1.NodeWatcher.BindSession:output_type -> maru.v1.BindSessionResponse
+	77, // [77:106] is the sub-list for method output_type
+	48, // [48:77] is the sub-list for method input_type
+	48, // [48:48] is the sub-list for extension type_name
+	48, // [48:48] is the sub-list for extension extendee
+	0,  // [0:48] is the sub-list for field type_name
 }
 
 func init() { file_maru_v1_rm_proto_init() }
@@ -4141,9 +5529,9 @@ func file_maru_v1_rm_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_maru_v1_rm_proto_rawDesc), len(file_maru_v1_rm_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   53,
+			NumMessages:   71,
 			NumExtensions: 0,
-			NumServices:   1,
+			NumServices:   2,
 		},
 		GoTypes:           file_maru_v1_rm_proto_goTypes,
 		DependencyIndexes: file_maru_v1_rm_proto_depIdxs,

@@ -32,6 +32,9 @@ const (
 	ResourceManager_Hold_FullMethodName              = "/maru.v1.ResourceManager/Hold"
 	ResourceManager_Unhold_FullMethodName            = "/maru.v1.ResourceManager/Unhold"
 	ResourceManager_ResetHolds_FullMethodName        = "/maru.v1.ResourceManager/ResetHolds"
+	ResourceManager_StartAgent_FullMethodName        = "/maru.v1.ResourceManager/StartAgent"
+	ResourceManager_VouchSession_FullMethodName      = "/maru.v1.ResourceManager/VouchSession"
+	ResourceManager_ReportProcesses_FullMethodName   = "/maru.v1.ResourceManager/ReportProcesses"
 	ResourceManager_StartDomainProof_FullMethodName  = "/maru.v1.ResourceManager/StartDomainProof"
 	ResourceManager_FinishDomainProof_FullMethodName = "/maru.v1.ResourceManager/FinishDomainProof"
 	ResourceManager_CheckDomainProof_FullMethodName  = "/maru.v1.ResourceManager/CheckDomainProof"
@@ -43,8 +46,10 @@ const (
 	ResourceManager_ListRegions_FullMethodName       = "/maru.v1.ResourceManager/ListRegions"
 	ResourceManager_ListHolds_FullMethodName         = "/maru.v1.ResourceManager/ListHolds"
 	ResourceManager_ListOwners_FullMethodName        = "/maru.v1.ResourceManager/ListOwners"
+	ResourceManager_ListAgents_FullMethodName        = "/maru.v1.ResourceManager/ListAgents"
 	ResourceManager_DropHolds_FullMethodName         = "/maru.v1.ResourceManager/DropHolds"
 	ResourceManager_DropOwner_FullMethodName         = "/maru.v1.ResourceManager/DropOwner"
+	ResourceManager_DropAgent_FullMethodName         = "/maru.v1.ResourceManager/DropAgent"
 )
 
 // ResourceManagerClient is the client API for ResourceManager service.
@@ -73,8 +78,19 @@ type ResourceManagerClient interface {
 	// of the first answer, may.
 	Unhold(ctx context.Context, in *UnholdRequest, opts ...grpc.CallOption) (*UnholdResponse, error)
 	// ResetHolds drops the holds of a node's older agent epoch. It is a proof that
-	// mappers are gone: the Unix socket with the RM's own uid or root.
+	// mappers are gone: the Unix socket with the RM's own uid or root. It is not the
+	// node watcher's call: that one speaks for processes, not for NIC registrations.
 	ResetHolds(ctx context.Context, in *ResetHoldsRequest, opts ...grpc.CallOption) (*ResetHoldsResponse, error)
+	// StartAgent makes the caller the agent of its node, for who shows the secret of
+	// that agent's first start. It fences older starts, and proves that what the agent
+	// vouched for under other boots of the node is gone.
+	StartAgent(ctx context.Context, in *StartAgentRequest, opts ...grpc.CallOption) (*StartAgentResponse, error)
+	// VouchSession binds a session to a process that the agent watches. A session that
+	// is known already needs its secret. Idempotent.
+	VouchSession(ctx context.Context, in *VouchSessionRequest, opts ...grpc.CallOption) (*VouchSessionResponse, error)
+	// ReportProcesses says which processes that the agent vouched for have ended, and
+	// which it cannot find any more. Empty, it says that the agent lives. Idempotent.
+	ReportProcesses(ctx context.Context, in *ReportProcessesRequest, opts ...grpc.CallOption) (*ReportProcessesResponse, error)
 	// StartDomainProof writes a nonce into a slot of the pool; FinishDomainProof
 	// says what the mapper read there; CheckDomainProof tells a server whether it held.
 	StartDomainProof(ctx context.Context, in *StartDomainProofRequest, opts ...grpc.CallOption) (*StartDomainProofResponse, error)
@@ -92,10 +108,14 @@ type ResourceManagerClient interface {
 	ListRegions(ctx context.Context, in *ListRegionsRequest, opts ...grpc.CallOption) (*ListRegionsResponse, error)
 	ListHolds(ctx context.Context, in *ListHoldsRequest, opts ...grpc.CallOption) (*ListHoldsResponse, error)
 	ListOwners(ctx context.Context, in *ListOwnersRequest, opts ...grpc.CallOption) (*ListOwnersResponse, error)
+	ListAgents(ctx context.Context, in *ListAgentsRequest, opts ...grpc.CallOption) (*ListAgentsResponse, error)
 	// DropHolds and DropOwner are the operator's word. Both need confirm, and the
 	// Unix socket with the RM's own uid or root.
 	DropHolds(ctx context.Context, in *DropHoldsRequest, opts ...grpc.CallOption) (*DropHoldsResponse, error)
 	DropOwner(ctx context.Context, in *DropOwnerRequest, opts ...grpc.CallOption) (*DropOwnerResponse, error)
+	// DropAgent ends an agent whose secret is lost. What it vouched for stays held, and
+	// is not provable any more. As DropOwner it needs confirm and the operator.
+	DropAgent(ctx context.Context, in *DropAgentRequest, opts ...grpc.CallOption) (*DropAgentResponse, error)
 }
 
 type resourceManagerClient struct {
@@ -190,6 +210,36 @@ func (c *resourceManagerClient) ResetHolds(ctx context.Context, in *ResetHoldsRe
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ResetHoldsResponse)
 	err := c.cc.Invoke(ctx, ResourceManager_ResetHolds_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *resourceManagerClient) StartAgent(ctx context.Context, in *StartAgentRequest, opts ...grpc.CallOption) (*StartAgentResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(StartAgentResponse)
+	err := c.cc.Invoke(ctx, ResourceManager_StartAgent_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *resourceManagerClient) VouchSession(ctx context.Context, in *VouchSessionRequest, opts ...grpc.CallOption) (*VouchSessionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(VouchSessionResponse)
+	err := c.cc.Invoke(ctx, ResourceManager_VouchSession_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *resourceManagerClient) ReportProcesses(ctx context.Context, in *ReportProcessesRequest, opts ...grpc.CallOption) (*ReportProcessesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReportProcessesResponse)
+	err := c.cc.Invoke(ctx, ResourceManager_ReportProcesses_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -324,6 +374,16 @@ func (c *resourceManagerClient) ListOwners(ctx context.Context, in *ListOwnersRe
 	return out, nil
 }
 
+func (c *resourceManagerClient) ListAgents(ctx context.Context, in *ListAgentsRequest, opts ...grpc.CallOption) (*ListAgentsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListAgentsResponse)
+	err := c.cc.Invoke(ctx, ResourceManager_ListAgents_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *resourceManagerClient) DropHolds(ctx context.Context, in *DropHoldsRequest, opts ...grpc.CallOption) (*DropHoldsResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DropHoldsResponse)
@@ -338,6 +398,16 @@ func (c *resourceManagerClient) DropOwner(ctx context.Context, in *DropOwnerRequ
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DropOwnerResponse)
 	err := c.cc.Invoke(ctx, ResourceManager_DropOwner_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *resourceManagerClient) DropAgent(ctx context.Context, in *DropAgentRequest, opts ...grpc.CallOption) (*DropAgentResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DropAgentResponse)
+	err := c.cc.Invoke(ctx, ResourceManager_DropAgent_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -370,8 +440,19 @@ type ResourceManagerServer interface {
 	// of the first answer, may.
 	Unhold(context.Context, *UnholdRequest) (*UnholdResponse, error)
 	// ResetHolds drops the holds of a node's older agent epoch. It is a proof that
-	// mappers are gone: the Unix socket with the RM's own uid or root.
+	// mappers are gone: the Unix socket with the RM's own uid or root. It is not the
+	// node watcher's call: that one speaks for processes, not for NIC registrations.
 	ResetHolds(context.Context, *ResetHoldsRequest) (*ResetHoldsResponse, error)
+	// StartAgent makes the caller the agent of its node, for who shows the secret of
+	// that agent's first start. It fences older starts, and proves that what the agent
+	// vouched for under other boots of the node is gone.
+	StartAgent(context.Context, *StartAgentRequest) (*StartAgentResponse, error)
+	// VouchSession binds a session to a process that the agent watches. A session that
+	// is known already needs its secret. Idempotent.
+	VouchSession(context.Context, *VouchSessionRequest) (*VouchSessionResponse, error)
+	// ReportProcesses says which processes that the agent vouched for have ended, and
+	// which it cannot find any more. Empty, it says that the agent lives. Idempotent.
+	ReportProcesses(context.Context, *ReportProcessesRequest) (*ReportProcessesResponse, error)
 	// StartDomainProof writes a nonce into a slot of the pool; FinishDomainProof
 	// says what the mapper read there; CheckDomainProof tells a server whether it held.
 	StartDomainProof(context.Context, *StartDomainProofRequest) (*StartDomainProofResponse, error)
@@ -389,10 +470,14 @@ type ResourceManagerServer interface {
 	ListRegions(context.Context, *ListRegionsRequest) (*ListRegionsResponse, error)
 	ListHolds(context.Context, *ListHoldsRequest) (*ListHoldsResponse, error)
 	ListOwners(context.Context, *ListOwnersRequest) (*ListOwnersResponse, error)
+	ListAgents(context.Context, *ListAgentsRequest) (*ListAgentsResponse, error)
 	// DropHolds and DropOwner are the operator's word. Both need confirm, and the
 	// Unix socket with the RM's own uid or root.
 	DropHolds(context.Context, *DropHoldsRequest) (*DropHoldsResponse, error)
 	DropOwner(context.Context, *DropOwnerRequest) (*DropOwnerResponse, error)
+	// DropAgent ends an agent whose secret is lost. What it vouched for stays held, and
+	// is not provable any more. As DropOwner it needs confirm and the operator.
+	DropAgent(context.Context, *DropAgentRequest) (*DropAgentResponse, error)
 	mustEmbedUnimplementedResourceManagerServer()
 }
 
@@ -430,6 +515,15 @@ func (UnimplementedResourceManagerServer) Unhold(context.Context, *UnholdRequest
 func (UnimplementedResourceManagerServer) ResetHolds(context.Context, *ResetHoldsRequest) (*ResetHoldsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResetHolds not implemented")
 }
+func (UnimplementedResourceManagerServer) StartAgent(context.Context, *StartAgentRequest) (*StartAgentResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method StartAgent not implemented")
+}
+func (UnimplementedResourceManagerServer) VouchSession(context.Context, *VouchSessionRequest) (*VouchSessionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method VouchSession not implemented")
+}
+func (UnimplementedResourceManagerServer) ReportProcesses(context.Context, *ReportProcessesRequest) (*ReportProcessesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ReportProcesses not implemented")
+}
 func (UnimplementedResourceManagerServer) StartDomainProof(context.Context, *StartDomainProofRequest) (*StartDomainProofResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method StartDomainProof not implemented")
 }
@@ -463,11 +557,17 @@ func (UnimplementedResourceManagerServer) ListHolds(context.Context, *ListHoldsR
 func (UnimplementedResourceManagerServer) ListOwners(context.Context, *ListOwnersRequest) (*ListOwnersResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListOwners not implemented")
 }
+func (UnimplementedResourceManagerServer) ListAgents(context.Context, *ListAgentsRequest) (*ListAgentsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListAgents not implemented")
+}
 func (UnimplementedResourceManagerServer) DropHolds(context.Context, *DropHoldsRequest) (*DropHoldsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DropHolds not implemented")
 }
 func (UnimplementedResourceManagerServer) DropOwner(context.Context, *DropOwnerRequest) (*DropOwnerResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DropOwner not implemented")
+}
+func (UnimplementedResourceManagerServer) DropAgent(context.Context, *DropAgentRequest) (*DropAgentResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DropAgent not implemented")
 }
 func (UnimplementedResourceManagerServer) mustEmbedUnimplementedResourceManagerServer() {}
 func (UnimplementedResourceManagerServer) testEmbeddedByValue()                         {}
@@ -648,6 +748,60 @@ func _ResourceManager_ResetHolds_Handler(srv interface{}, ctx context.Context, d
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(ResourceManagerServer).ResetHolds(ctx, req.(*ResetHoldsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ResourceManager_StartAgent_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(StartAgentRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResourceManagerServer).StartAgent(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResourceManager_StartAgent_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResourceManagerServer).StartAgent(ctx, req.(*StartAgentRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ResourceManager_VouchSession_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(VouchSessionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResourceManagerServer).VouchSession(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResourceManager_VouchSession_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResourceManagerServer).VouchSession(ctx, req.(*VouchSessionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ResourceManager_ReportProcesses_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReportProcessesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResourceManagerServer).ReportProcesses(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResourceManager_ReportProcesses_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResourceManagerServer).ReportProcesses(ctx, req.(*ReportProcessesRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -836,6 +990,24 @@ func _ResourceManager_ListOwners_Handler(srv interface{}, ctx context.Context, d
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ResourceManager_ListAgents_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListAgentsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResourceManagerServer).ListAgents(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResourceManager_ListAgents_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResourceManagerServer).ListAgents(ctx, req.(*ListAgentsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ResourceManager_DropHolds_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DropHoldsRequest)
 	if err := dec(in); err != nil {
@@ -868,6 +1040,24 @@ func _ResourceManager_DropOwner_Handler(srv interface{}, ctx context.Context, de
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(ResourceManagerServer).DropOwner(ctx, req.(*DropOwnerRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ResourceManager_DropAgent_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DropAgentRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResourceManagerServer).DropAgent(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResourceManager_DropAgent_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResourceManagerServer).DropAgent(ctx, req.(*DropAgentRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -916,6 +1106,18 @@ var ResourceManager_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _ResourceManager_ResetHolds_Handler,
 		},
 		{
+			MethodName: "StartAgent",
+			Handler:    _ResourceManager_StartAgent_Handler,
+		},
+		{
+			MethodName: "VouchSession",
+			Handler:    _ResourceManager_VouchSession_Handler,
+		},
+		{
+			MethodName: "ReportProcesses",
+			Handler:    _ResourceManager_ReportProcesses_Handler,
+		},
+		{
 			MethodName: "StartDomainProof",
 			Handler:    _ResourceManager_StartDomainProof_Handler,
 		},
@@ -952,12 +1154,20 @@ var ResourceManager_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _ResourceManager_ListOwners_Handler,
 		},
 		{
+			MethodName: "ListAgents",
+			Handler:    _ResourceManager_ListAgents_Handler,
+		},
+		{
 			MethodName: "DropHolds",
 			Handler:    _ResourceManager_DropHolds_Handler,
 		},
 		{
 			MethodName: "DropOwner",
 			Handler:    _ResourceManager_DropOwner_Handler,
+		},
+		{
+			MethodName: "DropAgent",
+			Handler:    _ResourceManager_DropAgent_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
@@ -972,5 +1182,157 @@ var ResourceManager_ServiceDesc = grpc.ServiceDesc{
 			ServerStreams: true,
 		},
 	},
+	Metadata: "maru/v1/rm.proto",
+}
+
+const (
+	NodeWatcher_DescribeWatcher_FullMethodName = "/maru.v1.NodeWatcher/DescribeWatcher"
+	NodeWatcher_BindSession_FullMethodName     = "/maru.v1.NodeWatcher/BindSession"
+)
+
+// NodeWatcherClient is the client API for NodeWatcher service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// NodeWatcher is the Unix socket of maru-remote-cxl-agent, for processes of its node.
+// Errors are those of ResourceManager.
+type NodeWatcherClient interface {
+	// DescribeWatcher tells whose watcher it is.
+	DescribeWatcher(ctx context.Context, in *DescribeWatcherRequest, opts ...grpc.CallOption) (*DescribeWatcherResponse, error)
+	// BindSession binds a session to the process behind the connection, here and at the
+	// resource manager; both are durable before the answer. Idempotent.
+	BindSession(ctx context.Context, in *BindSessionRequest, opts ...grpc.CallOption) (*BindSessionResponse, error)
+}
+
+type nodeWatcherClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewNodeWatcherClient(cc grpc.ClientConnInterface) NodeWatcherClient {
+	return &nodeWatcherClient{cc}
+}
+
+func (c *nodeWatcherClient) DescribeWatcher(ctx context.Context, in *DescribeWatcherRequest, opts ...grpc.CallOption) (*DescribeWatcherResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DescribeWatcherResponse)
+	err := c.cc.Invoke(ctx, NodeWatcher_DescribeWatcher_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *nodeWatcherClient) BindSession(ctx context.Context, in *BindSessionRequest, opts ...grpc.CallOption) (*BindSessionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(BindSessionResponse)
+	err := c.cc.Invoke(ctx, NodeWatcher_BindSession_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// NodeWatcherServer is the server API for NodeWatcher service.
+// All implementations must embed UnimplementedNodeWatcherServer
+// for forward compatibility.
+//
+// NodeWatcher is the Unix socket of maru-remote-cxl-agent, for processes of its node.
+// Errors are those of ResourceManager.
+type NodeWatcherServer interface {
+	// DescribeWatcher tells whose watcher it is.
+	DescribeWatcher(context.Context, *DescribeWatcherRequest) (*DescribeWatcherResponse, error)
+	// BindSession binds a session to the process behind the connection, here and at the
+	// resource manager; both are durable before the answer. Idempotent.
+	BindSession(context.Context, *BindSessionRequest) (*BindSessionResponse, error)
+	mustEmbedUnimplementedNodeWatcherServer()
+}
+
+// UnimplementedNodeWatcherServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedNodeWatcherServer struct{}
+
+func (UnimplementedNodeWatcherServer) DescribeWatcher(context.Context, *DescribeWatcherRequest) (*DescribeWatcherResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DescribeWatcher not implemented")
+}
+func (UnimplementedNodeWatcherServer) BindSession(context.Context, *BindSessionRequest) (*BindSessionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method BindSession not implemented")
+}
+func (UnimplementedNodeWatcherServer) mustEmbedUnimplementedNodeWatcherServer() {}
+func (UnimplementedNodeWatcherServer) testEmbeddedByValue()                     {}
+
+// UnsafeNodeWatcherServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to NodeWatcherServer will
+// result in compilation errors.
+type UnsafeNodeWatcherServer interface {
+	mustEmbedUnimplementedNodeWatcherServer()
+}
+
+func RegisterNodeWatcherServer(s grpc.ServiceRegistrar, srv NodeWatcherServer) {
+	// If the following call panics, it indicates UnimplementedNodeWatcherServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&NodeWatcher_ServiceDesc, srv)
+}
+
+func _NodeWatcher_DescribeWatcher_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DescribeWatcherRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeWatcherServer).DescribeWatcher(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: NodeWatcher_DescribeWatcher_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeWatcherServer).DescribeWatcher(ctx, req.(*DescribeWatcherRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _NodeWatcher_BindSession_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(BindSessionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(NodeWatcherServer).BindSession(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: NodeWatcher_BindSession_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(NodeWatcherServer).BindSession(ctx, req.(*BindSessionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+// NodeWatcher_ServiceDesc is the grpc.ServiceDesc for NodeWatcher service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var NodeWatcher_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "maru.v1.NodeWatcher",
+	HandlerType: (*NodeWatcherServer)(nil),
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "DescribeWatcher",
+			Handler:    _NodeWatcher_DescribeWatcher_Handler,
+		},
+		{
+			MethodName: "BindSession",
+			Handler:    _NodeWatcher_BindSession_Handler,
+		},
+	},
+	Streams:  []grpc.StreamDesc{},
 	Metadata: "maru/v1/rm.proto",
 }

@@ -202,7 +202,7 @@ func TestLoadRefusesFormats(t *testing.T) {
 		"no format":        {store.Change{Bucket: bucketFormat, Key: formatKey}, base.ErrCorrupt},
 		"version 0":        {store.Change{Bucket: bucketFormat, Key: formatKey, Value: encode(formatRow{})}, base.ErrCorrupt},
 		"version 1":        {store.Change{Bucket: bucketFormat, Key: formatKey, Value: encode(formatRow{Version: 1})}, base.ErrCorrupt},
-		"version 3":        {store.Change{Bucket: bucketFormat, Key: formatKey, Value: encode(formatRow{Version: 3})}, base.ErrUnsupported},
+		"version 4":        {store.Change{Bucket: bucketFormat, Key: formatKey, Value: encode(formatRow{Version: 4})}, base.ErrUnsupported},
 		"another key":      {store.Change{Bucket: bucketFormat, Key: "k", Value: encode(formatRow{Version: 2})}, base.ErrCorrupt},
 		"no version":       {store.Change{Bucket: bucketFormat, Key: formatKey, Value: []byte{0xff}}, base.ErrCorrupt},
 		"digest of 31":     {store.Change{Bucket: bucketOwners, Key: string(row.ID[:]), Value: encode(half)}, base.ErrCorrupt},

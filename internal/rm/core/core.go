@@ -55,6 +55,10 @@ type Core struct {
 	owners   map[base.OwnerID]*owner
 	sessions map[base.SessionID]*session
 	nodes    map[base.NodeID]*nodeRow
+	agents   map[base.NodeID]*agent
+
+	// unwatched are processes on record whose end nobody can prove any more, and why.
+	unwatched map[ProcessID]string
 
 	holdCount int
 }
@@ -122,12 +126,15 @@ func New(cfg Config) *Core {
 		owners:   map[base.OwnerID]*owner{},
 		sessions: map[base.SessionID]*session{},
 		nodes:    map[base.NodeID]*nodeRow{},
+		agents:   map[base.NodeID]*agent{},
+
+		unwatched: map[ProcessID]string{},
 	}
 }
 
 // IsEmpty reports whether nothing was ever recorded.
 func (c *Core) IsEmpty() bool {
-	return len(c.pools) == 0 && len(c.owners) == 0 && len(c.sessions) == 0 && len(c.regions) == 0 &&
+	return len(c.pools) == 0 && len(c.agents) == 0 && len(c.owners) == 0 && len(c.sessions) == 0 && len(c.regions) == 0 &&
 		c.counters == countersRow{NextRegion: 1, NextOwner: 1}
 }
 

@@ -17,6 +17,7 @@ type Peer struct {
 	Node    base.NodeID
 	Boot    base.BootID
 	Reason  string // why the process is not known
+	Secret  []byte // the session's, SessionSecretBytes; none: a client without
 }
 
 // Hold asks for holds on a list of regions, all or nothing.
@@ -30,13 +31,16 @@ type Hold struct {
 	AgentEpoch  []byte
 	Nonce       [base.IDBytes]byte // 128 fresh random bits from the shell
 	Peer        Peer
+	Vouched     bool // an agent vouched for the session: if it is not known, it has ended
 }
 
 // Held is the answer. The shell prepares the regions in Prepare (as for
 // Allocate) after the commit and before the answer.
 type Held struct {
-	Places   []Place
-	Token    Token
+	Places []Place
+	// Token may unhold in place of the process. It is given to who has shown that it is
+	// the session's process; there is none for others.
+	Token    []byte
 	Provable bool
 	Reason   string
 	Prepare  []Region
@@ -73,8 +77,12 @@ func (c *Core) hold(b *Batch, now int64, req Hold) (Held, error) {
 		return Held{}, err
 	}
 	s, known := c.sessions[req.Session]
+	if req.Vouched && !known {
+		// The call was under way when its process ended: nobody would ever end it again.
+		return Held{}, fmt.Errorf("%w: session %s, for which an agent vouched, has ended", base.ErrStale, req.Session)
+	}
 	if known {
-		if err := checkPeer(s, req.Peer); err != nil {
+		if err := c.checkPeer(s, req.Peer); err != nil {
 			return Held{}, err
 		}
 		if s.row.Node == req.Peer.Node && s.row.Boot != req.Peer.Boot {
@@ -117,10 +125,11 @@ func (c *Core) hold(b *Batch, now int64, req Hold) (Held, error) {
 	// The node is believed only now: who calls has capabilities.
 	c.noteBoot(b, req.Peer.Node, req.Peer.Boot)
 	if !known {
-		s = newSession(req.Session, req.Peer, req.Nonce)
+		s = newSession(req.Session, req.Peer, nonceOf(req.Session, req.Peer, req.Nonce))
 		c.sessions[req.Session] = s
 	}
-	if !known || s.row.Server != req.Server || len(req.AgentEpoch) > 0 && !bytes.Equal(s.row.AgentEpoch, req.AgentEpoch) {
+	renamed := known && c.rename(s, req.Peer)
+	if !known || renamed || s.row.Server != req.Server || len(req.AgentEpoch) > 0 && !bytes.Equal(s.row.AgentEpoch, req.AgentEpoch) {
 		s.row.Server = req.Server
 		if len(req.AgentEpoch) > 0 {
 			s.row.AgentEpoch = req.AgentEpoch
@@ -128,7 +137,12 @@ func (c *Core) hold(b *Batch, now int64, req Hold) (Held, error) {
 		c.putSession(b, s)
 	}
 
-	out := Held{Token: c.holdToken(&s.row), Provable: !s.row.Process.IsZero(), Reason: s.row.Reason}
+	var out Held
+	out.Provable, out.Reason = c.provable(s)
+	if !known || s.knows(req.Peer.Secret) || s.row.Agent == (base.AgentID{}) && !s.row.Process.IsZero() {
+		t := c.holdToken(&s.row)
+		out.Token = t[:]
+	}
 	for i, r := range regions {
 		row, ok := r.rows[req.Session]
 		if !ok || req.Sequence > row.Sequence {
@@ -174,12 +188,40 @@ func (c *Core) checkHoldList(s base.SessionID, sequence uint64, handles []Handle
 }
 
 // checkPeer keeps a session to the process that bound it. A session that was
-// bound without a process stays without: who came later may be somebody else.
-func checkPeer(s *session, p Peer) error {
-	if !s.row.Process.IsZero() && s.row.Process != p.Process {
+// bound without a process stays without: who came later may be somebody else. What an
+// agent vouches for is beyond the socket here: its secret shows that a call is its own.
+func (c *Core) checkPeer(s *session, p Peer) error {
+	switch {
+	case s.row.Agent != (base.AgentID{}):
+		if !s.knows(p.Secret) {
+			return fmt.Errorf("%w: session %s is bound to %s of node %s, and the call does not carry its secret", base.ErrDenied, s.row.ID, s.row.Process, s.row.Node)
+		}
+	case s.row.Process.IsZero():
+		if len(p.Secret) > 0 && !s.knows(p.Secret) {
+			return fmt.Errorf("%w: session %s was made by who has another secret", base.ErrDenied, s.row.ID)
+		}
+	case s.row.Process != p.Process && !(s.knows(p.Secret) && c.unwatched[s.row.Process] != ""):
 		return fmt.Errorf("%w: session %s is bound to %s, the caller is %s", base.ErrDenied, s.row.ID, s.row.Process, p.Process)
 	}
 	return nil
+}
+
+// nonceOf is what the row of a new session keeps of its secret, or random bits.
+func nonceOf(id base.SessionID, p Peer, random [base.IDBytes]byte) [base.IDBytes]byte {
+	if len(p.Secret) == SessionSecretBytes {
+		return secretNonce(id, p.Secret)
+	}
+	return random
+}
+
+// rename takes a process over that is named anew since the watcher was started in
+// another pid namespace: the secret shows that it is the same one.
+func (c *Core) rename(s *session, p Peer) bool {
+	if s.row.Agent != (base.AgentID{}) || p.Process.IsZero() || s.row.Process == p.Process || c.unwatched[s.row.Process] == "" || !s.knows(p.Secret) {
+		return false
+	}
+	s.row.Process, s.row.Reason = p.Process, ""
+	return true
 }
 
 // onRecord says which of the asked regions the session holds, for refusals.
@@ -239,17 +281,17 @@ func (c *Core) Unhold(b *Batch, now int64, req Unhold) ([]base.RegionID, error) 
 		if len(c.sessions) >= c.limits.MaxSessionCount || c.holdCount+len(req.Handles) > c.limits.MaxHoldCount {
 			return nil, fmt.Errorf("%w: %d sessions and %d holds are recorded, the settings max_session_count and max_hold_count allow no more", base.ErrLimit, len(c.sessions), c.holdCount)
 		}
-		s = newSession(req.Session, req.Peer, req.Nonce)
+		s = newSession(req.Session, req.Peer, nonceOf(req.Session, req.Peer, req.Nonce))
 		c.sessions[req.Session] = s
 		c.putSession(b, s)
-	} else if token := c.holdToken(&s.row); !hmac.Equal(req.Token, token[:]) {
+	} else if token := c.holdToken(&s.row); !hmac.Equal(req.Token, token[:]) && !s.knows(req.Peer.Secret) {
 		if len(req.Token) > 0 {
 			return nil, fmt.Errorf("%w: session %s: the hold token is not this session's", base.ErrDenied, req.Session)
 		}
 		if s.row.Process.IsZero() {
-			return nil, fmt.Errorf("%w: session %s was bound without a process: its hold token is needed", base.ErrDenied, req.Session)
+			return nil, fmt.Errorf("%w: session %s was bound without a process: its hold token or its secret is needed", base.ErrDenied, req.Session)
 		}
-		if err := checkPeer(s, req.Peer); err != nil {
+		if err := c.checkPeer(s, req.Peer); err != nil {
 			return nil, err
 		}
 	}
@@ -372,6 +414,7 @@ func (c *Core) gone(b *Batch, s *session, proof Proof) {
 	s.rows, s.held = nil, 0
 	delete(c.sessions, s.row.ID)
 	b.drop(bucketSessions, string(s.row.ID[:]))
+	delete(c.unwatched, s.row.Process)
 	list := make([]base.OwnerID, 0, len(owners))
 	for o := range owners {
 		list = append(list, o)
@@ -406,7 +449,9 @@ func (c *Core) ProcessGone(b *Batch, p ProcessID, proof Proof) {
 	if p.IsZero() {
 		return
 	}
-	c.endSessions(b, proof, func(s *session) bool { return s.row.Process == p })
+	// What an agent vouches for is its own to end.
+	c.endSessions(b, proof, func(s *session) bool { return s.row.Agent == (base.AgentID{}) && s.row.Process == p })
+	delete(c.unwatched, p)
 	for _, o := range c.owners {
 		changed := false
 		if o.row.Current.Process == p && !o.row.Current.Ended {
@@ -421,14 +466,23 @@ func (c *Core) ProcessGone(b *Batch, p ProcessID, proof Proof) {
 }
 
 // noteBoot learns a node's boot id. Another one than before proves that all
-// processes of the older boot are gone.
+// processes of the older boot are gone. It is whoever's word that names the node, so it
+// counts only for a node without an agent.
 func (c *Core) noteBoot(b *Batch, node base.NodeID, boot base.BootID) {
 	if node == (base.NodeID{}) || boot == (base.BootID{}) {
 		return
 	}
+	if c.agents[node] != nil {
+		return // that node's boot is its agent's to say
+	}
+	c.rebooted(b, node, boot)
+}
+
+// setBoot records a node's boot id. It reports whether it was another one.
+func (c *Core) setBoot(b *Batch, node base.NodeID, boot base.BootID) (changed bool) {
 	n, ok := c.nodes[node]
 	if ok && n.Boot == boot {
-		return
+		return false
 	}
 	next := nodeRow{ID: node, Boot: boot}
 	if ok {
@@ -437,6 +491,13 @@ func (c *Core) noteBoot(b *Batch, node base.NodeID, boot base.BootID) {
 	}
 	c.nodes[node] = &next
 	b.put(bucketNodes, string(node[:]), next)
+	return ok
+}
+
+func (c *Core) rebooted(b *Batch, node base.NodeID, boot base.BootID) {
+	if !c.setBoot(b, node, boot) {
+		return
+	}
 	c.endSessions(b, ProofReboot, func(s *session) bool {
 		return s.row.Node == node && s.row.Boot != (base.BootID{}) && s.row.Boot != boot
 	})

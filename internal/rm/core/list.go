@@ -2,7 +2,6 @@ package core
 
 import (
 	"cmp"
-	"fmt"
 	"maps"
 	"slices"
 
@@ -85,69 +84,6 @@ func (c *Core) ListRegions(req ListRegions) (out []RegionInfo, more bool, err er
 	return out, false, nil
 }
 
-// HoldInfo is what a list shows of a hold.
-type HoldInfo struct {
-	Session          base.SessionID
-	Server           base.OwnerID
-	OwnerIncarnation base.Incarnation
-	Node             base.NodeID
-	Process          ProcessID
-	Pool             base.PoolID
-	Region           base.RegionID
-	Views, Draining  bool
-	SinceMS          int64
-	Sequence         uint64
-	Cure             string
-}
-
-// ListHolds lists holds in order of session and region, and says who must act
-// for each draining region to come back (L1). only, if not zero, leaves out all
-// other sessions.
-func (c *Core) ListHolds(only, afterSession base.SessionID, afterRegion base.RegionID, limit int) (out []HoldInfo, more bool) {
-	limit = pageLimit(limit)
-	for _, id := range slices.SortedFunc(maps.Keys(c.sessions), compareSessions) {
-		order := compareSessions(id, afterSession)
-		if order < 0 || only != (base.SessionID{}) && id != only {
-			continue
-		}
-		s := c.sessions[id]
-		for _, rid := range slices.Sorted(maps.Keys(s.rows)) {
-			row := s.rows[rid]
-			if !row.Held || order == 0 && rid <= afterRegion {
-				continue
-			}
-			if len(out) == limit {
-				return out, true
-			}
-			r := c.regions[rid]
-			out = append(out, HoldInfo{
-				Session: id, Server: row.Server, OwnerIncarnation: row.OwnerIncarnation, Node: s.row.Node, Process: s.row.Process,
-				Pool: r.row.Pool, Region: rid, Views: row.Views, Draining: r.row.Draining, SinceMS: row.SinceMS, Sequence: row.Sequence,
-				Cure: cure(s, row, r),
-			})
-		}
-	}
-	return out, false
-}
-
-func cure(s *session, row *holdRow, r *region) string {
-	if !r.row.Draining {
-		return ""
-	}
-	who := fmt.Sprintf("session %s", s.row.ID)
-	if !s.row.Process.IsZero() {
-		who = fmt.Sprintf("%s of session %s", s.row.Process, s.row.ID)
-	}
-	action := "unmaps it, or ends"
-	if row.Views {
-		action = "releases its views, or ends"
-	}
-	if s.row.Process.IsZero() {
-		return fmt.Sprintf("%s unmaps it, or its node reboots; its end cannot be proved here (%s): when it is gone, maru rm drop-holds", who, cmp.Or(s.row.Reason, "no process is known"))
-	}
-	return fmt.Sprintf("comes back when %s %s", who, action)
-}
-
 // OwnerInfo is what a list shows of an owner.
 type OwnerInfo struct {
 	ID                base.OwnerID
@@ -205,11 +141,11 @@ func (c *Core) SessionDraining(id base.SessionID) []Region {
 	return out
 }
 
-// SessionPeer reports whether a peer may act for a session: always when the
-// session is not bound to a process. Errors: ErrDenied.
+// SessionPeer reports whether a peer may act for a session: its process, or who shows
+// its secret; anybody who shows none when it is bound to no process. Errors: ErrDenied.
 func (c *Core) SessionPeer(id base.SessionID, p Peer) error {
 	if s, ok := c.sessions[id]; ok {
-		return checkPeer(s, p)
+		return c.checkPeer(s, p)
 	}
 	return nil
 }
@@ -219,7 +155,7 @@ func (c *Core) SessionPeer(id base.SessionID, p Peer) error {
 func (c *Core) Processes() []ProcessID {
 	seen := map[ProcessID]bool{}
 	for _, s := range c.sessions {
-		if s.row.Node == c.cfg.Node {
+		if s.row.Node == c.cfg.Node && s.row.Agent == (base.AgentID{}) {
 			seen[s.row.Process] = true
 		}
 	}

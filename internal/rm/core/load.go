@@ -64,8 +64,8 @@ func (l *Loader) Row(bucket, key string, value []byte) error {
 		if key != formatKey || row.Version <= formatFirst {
 			return corrupt("format %q: version %d", key, row.Version)
 		}
-		if row.Version > formatDigests {
-			return fmt.Errorf("%w: the rows of the store have version %d, this program reads %d to %d", base.ErrUnsupported, row.Version, formatFirst, formatDigests)
+		if row.Version > formatAgents {
+			return fmt.Errorf("%w: the rows of the store have version %d, this program reads %d to %d", base.ErrUnsupported, row.Version, formatFirst, formatAgents)
 		}
 		l.c.format = row.Version
 	case bucketHolds:
@@ -76,6 +76,15 @@ func (l *Loader) Row(bucket, key string, value []byte) error {
 			return err
 		}
 		l.c.sessions[rows[0].ID] = &session{row: rows[0], rows: map[base.RegionID]*holdRow{}}
+	case bucketAgents:
+		var rows []agentRow
+		if err := loadRow(key, value, &rows, func(r agentRow) string { return string(r.Node[:]) }, bad); err != nil {
+			return err
+		}
+		if r := rows[0]; len(r.Digest) != AgentDigestBytes || r.Epoch == 0 || r.ID == (base.AgentID{}) || l.c.agentByID(r.ID) != nil {
+			return corrupt("agent of node %s: id, epoch or digest", r.Node)
+		}
+		l.c.agents[rows[0].Node] = &agent{row: rows[0]}
 	case bucketNodes:
 		var rows []nodeRow
 		if err := loadRow(key, value, &rows, func(r nodeRow) string { return string(r.ID[:]) }, bad); err != nil {
@@ -120,6 +129,17 @@ func (l *Loader) Finish() (*Core, error) {
 	c := l.c
 	if l.count > 0 && !l.seen && (len(l.regions) > 0 || len(l.owners) > 0) {
 		return nil, corrupt("the counters are missing")
+	}
+	if len(c.agents) > 0 && c.format < formatAgents {
+		return nil, corrupt("there are agents, which rows of version %d do not have", c.format)
+	}
+	for id, s := range c.sessions {
+		if s.row.Agent == (base.AgentID{}) {
+			continue
+		}
+		if a := c.agentByID(s.row.Agent); a == nil || a.row.Node != s.row.Node || s.row.Process.IsZero() {
+			return nil, corrupt("session %s: agent %s that vouches for it, its node or its process is missing", id, s.row.Agent)
+		}
 	}
 	for _, row := range l.pools {
 		if poolfmt.UsableBytes(row.DeviceBytes) == 0 || row.DeviceBytes > 1<<62 || row.NextRegion > c.counters.NextRegion || row.NextRegion == 0 ||

@@ -132,11 +132,19 @@ func unprovedReason(unproved []start) string {
 }
 
 func (c *Core) putOwner(b *Batch, o *owner) {
-	if len(o.row.Digest) > 0 && c.format < formatDigests {
-		c.format = formatDigests
-		b.put(bucketFormat, formatKey, formatRow{Version: c.format})
+	if len(o.row.Digest) > 0 {
+		c.raiseFormat(b, formatDigests)
 	}
 	b.put(bucketOwners, string(o.row.ID[:]), o.row)
+}
+
+// raiseFormat says, in the batch that writes the first row of it, that the store's rows
+// are of a newer version.
+func (c *Core) raiseFormat(b *Batch, to uint32) {
+	if c.format < to {
+		c.format = to
+		b.put(bucketFormat, formatKey, formatRow{Version: to})
+	}
 }
 
 // DropOwner is the operator's word that an owner ended: its regions go back, held

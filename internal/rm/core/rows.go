@@ -21,14 +21,17 @@ const (
 	bucketHolds      = "holds"
 	bucketNodes      = "nodes"
 	bucketFormat     = "format"
+	bucketAgents     = "agents"
 )
 
 // Versions of the rows (docs/rfcs/0007-resource-manager.md). A store without the
 // format row has the first one. Its bucket comes before that of the owners, and a
-// program which does not know it refuses it by name, as a newer version's.
+// program which does not know it refuses it by name, as a newer version's; one that
+// knows it and not the agents meets their bucket first, which it refuses by name too.
 const (
 	formatFirst   uint32 = 1
 	formatDigests uint32 = 2 // owners' rows may hold a digest
+	formatAgents  uint32 = 3 // agents, and sessions that one vouches for
 	formatKey            = "rows"
 )
 
@@ -155,8 +158,9 @@ type sessionRow struct {
 	Boot       base.BootID        `cbor:"4,keyasint"`
 	Process    ProcessID          `cbor:"5,keyasint"`
 	AgentEpoch []byte             `cbor:"6,keyasint"`
-	Nonce      [base.IDBytes]byte `cbor:"7,keyasint"` // makes the hold token this binding's own
-	Reason     string             `cbor:"8,keyasint"` // why its end cannot be proved here
+	Nonce      [base.IDBytes]byte `cbor:"7,keyasint"`          // makes the hold token this binding's own
+	Reason     string             `cbor:"8,keyasint"`          // why its end cannot be proved here
+	Agent      base.AgentID       `cbor:"9,keyasint,omitzero"` // who watches its process; zero: this program
 }
 
 type holdRow struct {
@@ -169,6 +173,17 @@ type holdRow struct {
 	Server           base.OwnerID     `cbor:"7,keyasint"`
 	OwnerIncarnation base.Incarnation `cbor:"8,keyasint"`
 	SinceMS          int64            `cbor:"9,keyasint"`
+}
+
+// agentRow lies under its node: there is one a node.
+type agentRow struct {
+	ID        base.AgentID `cbor:"1,keyasint"`
+	Node      base.NodeID  `cbor:"2,keyasint"`
+	Boot      base.BootID  `cbor:"3,keyasint"`
+	Epoch     uint32       `cbor:"4,keyasint"` // counts its starts
+	Digest    []byte       `cbor:"5,keyasint"` // of its secret
+	Name      string       `cbor:"6,keyasint"`
+	StartedMS int64        `cbor:"7,keyasint"`
 }
 
 type nodeRow struct {
