@@ -245,7 +245,10 @@ func (l *lane) Launch(i int, a *engine.Launch) (bool, error) {
 func (l *lane) Wait(i int, limit time.Duration) (bool, error) {
 	var done C.int
 	r := C.mg_lane_wait(l.l, C.int(i), C.int(limit.Microseconds()), &done)
-	return done != 0, failed(r, base.ErrFault, "waiting for a copy")
+	if r.code != 0 {
+		return false, waitFailed(int(r.code), C.GoString(r.call), C.GoString(C.mg_name(r.code)))
+	}
+	return done != 0, nil
 }
 
 func (l *lane) Settle(i int) bool { return C.mg_lane_settle(l.l, C.int(i)) != 0 }

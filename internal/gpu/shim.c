@@ -574,9 +574,13 @@ mg_result mg_lane_wait(mg_lane *l, int i, int limit_us, int *done) {
   const double until = now() + limit_us * 1e-6;
   for (int n = 0;; n++) {
     /* The stream itself, when its end could not be marked. */
-    int code = s->unknown ? cuStreamQuery(s->stream) : cuEventQuery(s->done);
+    const int whole = s->unknown;
+    int code = whole ? cuStreamQuery(s->stream) : cuEventQuery(s->done);
     if (code == 0) return *done = 1, fine;
-    if (code != NOT_READY) return fails("cuEventQuery", code);
+    if (code != NOT_READY) {
+      s->unknown = code; /* if it is asked again, then the stream: nobody captures ours */
+      return fails(whole ? "cuStreamQuery" : "cuEventQuery", code);
+    }
     if (atomic_exchange(&l->wake, 0) || now() >= until) return fine;
     /* Short naps for short copies, longer ones for what takes longer anyway. */
     struct timespec nap = {0, n < 16 ? 20000 : 50000};

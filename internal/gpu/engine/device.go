@@ -1,6 +1,13 @@
 package engine
 
-import "time"
+import (
+	"errors"
+	"time"
+)
+
+// ErrUnanswered is a Wait that the driver refused for a reason of the call: it says
+// nothing about the work, and may be asked again.
+var ErrUnanswered = errors.New("maru: the GPU's driver did not say whether a copy has ended")
 
 // Direction says which way bytes go.
 type Direction uint8
@@ -104,7 +111,8 @@ type Lane interface {
 	// the slot is done.
 	Launch(i int, l *Launch) (started bool, err error)
 	// Wait naps until a slot is done, Wake was called or the limit is over. Errors:
-	// ErrFault: the device is lost, and nobody knows what still runs.
+	// ErrUnanswered: the question was refused, and what runs goes on; anything else, the
+	// device is lost, and nobody knows what still runs.
 	Wait(i int, limit time.Duration) (done bool, err error)
 	// Settle, after a Wait has failed, waits until nothing of a slot runs. It returns false
 	// when the device does not say.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
 )
@@ -31,6 +32,9 @@ type Config struct {
 	SaveBlocks, LoadBlocks int
 	// RegistrationBytes bounds one registration. Default 32 GiB.
 	RegistrationBytes uint64
+	// AnswerTimeout is how long a lane asks again when the driver refuses to say whether a
+	// copy has ended; then the device is lost. Default 5 s.
+	AnswerTimeout time.Duration
 }
 
 const (
@@ -60,6 +64,9 @@ func (c *Config) resolve() error {
 	}
 	if c.RegistrationBytes == 0 {
 		c.RegistrationBytes = 32 << 30
+	}
+	if c.AnswerTimeout == 0 {
+		c.AnswerTimeout = 5 * time.Second
 	}
 	switch {
 	case c.StagingBytes < slotCount*minStageBytes || c.StagingBytes > maxStaging:

@@ -26,6 +26,7 @@ type lane struct {
 	oldest int     // slot
 	flying int     // slots in flight, from oldest on
 	lost   error
+	silent time.Time // since when the driver does not answer; zero: it does
 
 	wg sync.WaitGroup
 	mu struct {
@@ -93,13 +94,34 @@ func (l *lane) loop() {
 			continue
 		}
 		done, err := l.port.Wait(l.oldest, waitLimit)
-		switch {
-		case err != nil:
+		if err = l.unanswered(err); err != nil {
 			l.lose(err)
-		case done:
+		} else if done {
 			l.land()
 		}
 	}
+}
+
+// askAgain is how long a lane waits after a question that was refused: the refusal comes
+// at once, and the reason is somebody's who captures a graph.
+const askAgain = time.Millisecond
+
+// unanswered takes what a Wait says. A question that was refused is asked again for a
+// while; the error that is returned loses the device.
+func (l *lane) unanswered(err error) error {
+	if !errors.Is(err, ErrUnanswered) {
+		l.silent = time.Time{}
+		return err
+	}
+	now := time.Now()
+	if l.silent.IsZero() {
+		l.silent = now
+	}
+	if now.Sub(l.silent) > l.e.cfg.AnswerTimeout {
+		return fmt.Errorf("%w: asked for %v: %w", base.ErrFault, l.e.cfg.AnswerTimeout, err)
+	}
+	time.Sleep(askAgain)
+	return nil
 }
 
 // await blocks until there is work. It returns false when there will be none.
