@@ -135,8 +135,9 @@ type Config struct {
 	ConnectTimeout time.Duration
 	// Devices opens the GPU that layouts of RegisterDeviceLayout lie on; nil: there is none.
 	Devices engine.Driver
-	// DeviceCopy decides how bytes move between its memory and pages. Default: staged, and
-	// run by run from 2 MiB on.
+	// DeviceCopy decides how bytes move between its memory and pages. Default: the way that
+	// was the faster when the layout was registered; before, and where it could not be
+	// measured, staged, and run by run from 2 MiB on.
 	DeviceCopy engine.Rule
 	// DeviceStagingBytes is the device memory of one direction's stage. Default 64 MiB.
 	DeviceStagingBytes uint64

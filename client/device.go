@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/bits"
 	"sync"
 	"sync/atomic"
@@ -65,6 +66,7 @@ func (c *Client) RegisterDeviceLayout(l Layout, ordinal int) (LayoutID, error) {
 		return 0, err
 	}
 	own.device, own.deviceRuns = d, own.onDeviceRuns()
+	own.deviceRuns.Choice = d.engine.Choose(&own.deviceRuns, uint64(c.cfg.PieceBytes))
 	return c.addLayout(own), nil
 }
 
@@ -84,7 +86,12 @@ func (c *Client) openDevice(ordinal int) (*device, error) {
 	if err != nil {
 		return nil, err
 	}
-	e, err := engine.Open(dev, engine.Config{StagingBytes: c.cfg.DeviceStagingBytes, Rule: c.cfg.DeviceCopy})
+	e, err := engine.Open(dev, engine.Config{
+		StagingBytes: c.cfg.DeviceStagingBytes, Rule: c.cfg.DeviceCopy, OnMeasured: func(m engine.Measured) {
+			c.log.Info("how runs are copied was measured", "gpu", ordinal, "direction", m.Direction.String(), "run_bytes", m.RunBytes, "way", m.Way.String(),
+				"staged_gb_s", math.Round(m.StagedBytesPerSecond/1e8)/10, "direct_gb_s", math.Round(m.DirectBytesPerSecond/1e8)/10)
+		},
+	})
 	if err != nil {
 		return nil, err
 	}

@@ -35,7 +35,7 @@ func TestCodesOfAWait(t *testing.T) {
 	} {
 		for _, code := range c.codes {
 			t.Run(fmt.Sprint(c.what, " ", code), func(t *testing.T) {
-				lost, moved := waits(t, func(n int) error {
+				lost, moved := waits(t, 0, func(n int) error {
 					if n == 1 || n == 2 && !c.lost {
 						return waitFailed(code, "cuEventQuery", "NAME")
 					}
@@ -52,7 +52,7 @@ func TestCodesOfAWait(t *testing.T) {
 // A question that is never answered loses the device too, after a time.
 func TestNoAnswerAtAll(t *testing.T) {
 	began := time.Now()
-	lost, moved := waits(t, func(int) error { return waitFailed(900, "cuEventQuery", "NAME") })
+	lost, moved := waits(t, answerTimeout, func(int) error { return waitFailed(900, "cuEventQuery", "NAME") })
 	if took := time.Since(began); !lost || moved || took < answerTimeout {
 		t.Errorf("lost %v, moved %v, after %v", lost, moved, took)
 	}
@@ -61,13 +61,13 @@ func TestNoAnswerAtAll(t *testing.T) {
 const answerTimeout = 50 * time.Millisecond
 
 // waits saves a page on a device whose waits answer so, and says what came of it.
-func waits(t *testing.T, answer func(n int) error) (lost, moved bool) {
+func waits(t *testing.T, patience time.Duration, answer func(n int) error) (lost, moved bool) {
 	t.Helper()
 	d := fake.New()
 	defer d.Free()
 	n := 0
 	d.Faults.Wait = func() error { n++; return answer(n) }
-	e, err := engine.Open(d, engine.Config{StagingBytes: 4 << 20, AnswerTimeout: answerTimeout})
+	e, err := engine.Open(d, engine.Config{StagingBytes: 4 << 20, AnswerTimeout: patience})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -173,6 +173,13 @@ func (d *Device) Record(s engine.Stream) (engine.Event, error) {
 	return engine.Event(e), nil
 }
 
+// Passed asks for an event.
+func (d *Device) Passed(e engine.Event) (bool, error) {
+	var passed C.int
+	r := C.mg_passed(d.d, C.uint64_t(e), &passed)
+	return passed != 0, failed(r, base.ErrFault, "asking for the engine's stream")
+}
+
 // Forget keeps the event for the next Record.
 func (d *Device) Forget(e engine.Event) { C.mg_forget(d.d, C.uint64_t(e)) }
 

@@ -320,6 +320,17 @@ out:
   return r;
 }
 
+mg_result mg_passed(mg_device *d, uint64_t event, int *passed) {
+  guard g;
+  mg_result r = enter(d, &g);
+  if (r.code) return r;
+  int code = cuEventQuery((void *)(uintptr_t)event);
+  *passed = code == 0;
+  if (code && code != NOT_READY) r = fails("cuEventQuery", code);
+  leave(&g);
+  return r;
+}
+
 mg_result mg_forget(mg_device *d, uint64_t event) {
   void *e = (void *)(uintptr_t)event;
   pthread_mutex_lock(&d->lock);

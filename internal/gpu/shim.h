@@ -54,6 +54,7 @@ mg_result mg_range(mg_device *d, uint64_t address, int *is_device, uint64_t *sta
 mg_result mg_register(mg_device *d, void *p, size_t n, int read_only);
 mg_result mg_unregister(mg_device *d, void *p);
 mg_result mg_record(mg_device *d, uint64_t stream, uint64_t *event);
+mg_result mg_passed(mg_device *d, uint64_t event, int *passed);
 mg_result mg_forget(mg_device *d, uint64_t event);
 /* Memory and one copy, for benchmarks. */
 mg_result mg_alloc(mg_device *d, size_t n, uint64_t *address);

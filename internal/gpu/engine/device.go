@@ -73,6 +73,8 @@ type Device interface {
 	// Record makes an event behind what is in the stream now. Errors: ErrUnsupported for
 	// a stream that is being captured: the event would draw other streams into the graph.
 	Record(s Stream) (Event, error)
+	// Passed reports whether what was in the stream before an event is done.
+	Passed(e Event) (bool, error)
 	// Forget gives an event back.
 	Forget(e Event)
 	// NewLane makes the streams, staging memory and lists of one direction.

@@ -11,14 +11,16 @@
 //
 // Each direction is a lane: one goroutine on a thread of its own, a few slots, each with
 // a stream, a staging buffer and lists. A transfer is cut into chunks of at most one
-// slot; while one chunk is packed, the one before is copied. Runs of DirectRunBytes and
-// more are copied one by one instead; a kernel then only hashes them. Memory that the
+// slot; while one chunk is packed, the one before is copied. Runs can be copied one by
+// one instead; a kernel then only hashes them. Which is the better is measured once a
+// length of runs, while lane and engine are idle, with memory of the lane alone; before,
+// and where nothing can be measured, it is runs of DirectRunBytes and more. Memory that the
 // driver cannot register goes through a registered bounce buffer, a slot at a time.
 //
 // # Goroutines and locks
 //
 // Two lanes from Open to Close. Locks: lane.mu (its queue) and Engine.mu (registrations),
-// both leaves.
+// both leaves. Engine.measuring is only tried for, by lanes.
 //
 // # Invariants
 //

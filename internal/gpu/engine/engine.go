@@ -15,7 +15,7 @@ type Rule uint8
 
 // Rules.
 const (
-	Auto         Rule = iota // direct where every run has DirectRunBytes, else staged
+	Auto         Rule = iota // as measured (Choose); before, direct where every run has DirectRunBytes
 	AlwaysStaged             //
 	AlwaysDirect             // wherever pieces lie in one run
 )
@@ -25,7 +25,8 @@ type Config struct {
 	// StagingBytes is the device memory of one direction's stage. Default 64 MiB.
 	StagingBytes uint64
 	Rule         Rule
-	// DirectRunBytes is from where on runs are copied by themselves. Default 2 MiB.
+	// DirectRunBytes is from where on runs are copied by themselves, where nothing was
+	// measured. Default 2 MiB.
 	DirectRunBytes uint64
 	// SaveBlocks and LoadBlocks are the blocks of threads of a kernel. Default 8 and 16:
 	// a save is not waited for, a load is.
@@ -35,6 +36,9 @@ type Config struct {
 	// AnswerTimeout is how long a lane asks again when the driver refuses to say whether a
 	// copy has ended; then the device is lost. Default 5 s.
 	AnswerTimeout time.Duration
+	// OnMeasured is told of each measurement, by a lane: it must be quick and not call the
+	// engine. May be nil.
+	OnMeasured func(Measured)
 }
 
 const (
@@ -98,7 +102,10 @@ type Engine struct {
 	cfg    Config
 	lanes  [2]*lane // by direction
 	lost   atomic.Pointer[error]
-	count  struct {
+	stream atomic.Uint64 // the engine's, as the last Record named it
+	// measuring is held by the lane that measures, which only tries to take it.
+	measuring sync.Mutex
+	count     struct {
 		chunks     [2]atomic.Uint64
 		bytes      [2]atomic.Uint64
 		bounced    atomic.Uint64
@@ -109,6 +116,7 @@ type Engine struct {
 	mu struct {
 		sync.Mutex
 		registrations map[*Registration]struct{}
+		choices       []*Choice // one a length of runs
 		closed        bool
 	}
 }
@@ -123,7 +131,7 @@ func Open(d Device, cfg Config) (*Engine, error) {
 		if err != nil {
 			break
 		}
-		e.lanes[dir], err = e.newLane(LaneOptions{
+		e.lanes[dir], err = e.newLane(dir, LaneOptions{
 			SlotCount: slotCount, StageBytes: e.cfg.StagingBytes / slotCount &^ (stageAlignBytes - 1), PieceCount: pieceCount,
 			FragmentCount: fragmentCount, CopyCount: copyCount, BlockCount: blocks,
 		})
@@ -152,6 +160,7 @@ func (e *Engine) Record(s Stream) (Event, error) {
 	if err := e.Lost(); err != nil {
 		return 0, err
 	}
+	e.stream.Store(uint64(s))
 	return e.device.Record(s)
 }
 

@@ -18,9 +18,10 @@ const waitLimit = 2 * time.Millisecond
 
 // lane is one direction: its goroutine owns the port's slots.
 type lane struct {
-	e    *Engine
-	port Lane
-	o    LaneOptions
+	e         *Engine
+	direction Direction
+	port      Lane
+	o         LaneOptions
 
 	chunks []chunk // one a slot
 	oldest int     // slot
@@ -31,19 +32,21 @@ type lane struct {
 	wg sync.WaitGroup
 	mu struct {
 		sync.Mutex
-		queue []*Transfer
-		quit  bool
+		queue      []*Transfer
+		measure    []measurement
+		measureNot time.Time // not before
+		quit       bool
 	}
 	news chan struct{} // something changed under mu
 }
 
 // newLane makes a lane; start sets it going.
-func (e *Engine) newLane(o LaneOptions) (*lane, error) {
+func (e *Engine) newLane(d Direction, o LaneOptions) (*lane, error) {
 	port, err := e.device.NewLane(o)
 	if err != nil {
 		return nil, err
 	}
-	return &lane{e: e, port: port, o: o, chunks: make([]chunk, o.SlotCount), news: make(chan struct{}, 1)}, nil
+	return &lane{e: e, direction: d, port: port, o: o, chunks: make([]chunk, o.SlotCount), news: make(chan struct{}, 1)}, nil
 }
 
 func (l *lane) start() { l.wg.Go(l.loop) }
@@ -88,6 +91,9 @@ func (l *lane) loop() {
 	for {
 		l.launchAll()
 		if l.flying == 0 {
+			if l.measureNext() {
+				continue
+			}
 			if !l.await() {
 				return
 			}
@@ -129,14 +135,25 @@ func (l *lane) await() bool {
 	for {
 		l.mu.Lock()
 		work, quit := len(l.mu.queue) > 0, l.mu.quit
+		measure, wait := len(l.mu.measure) > 0, time.Until(l.mu.measureNot)
 		l.mu.Unlock()
-		if work {
+		switch {
+		case work:
 			return true
-		}
-		if quit {
+		case quit:
 			return false
+		case !measure:
+			<-l.news
+		case wait <= 0:
+			return true
+		default:
+			timer := time.NewTimer(wait)
+			select {
+			case <-l.news:
+			case <-timer.C:
+			}
+			timer.Stop()
 		}
-		<-l.news
 	}
 }
 

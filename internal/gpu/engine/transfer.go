@@ -20,6 +20,7 @@ type Layer struct {
 type Layout struct {
 	Layers     []Layer
 	BlockCount uint32
+	Choice     *Choice // of Engine.Choose; nil: there is none
 }
 
 // Object is what a transfer moves between one range of host memory and blocks of a
@@ -146,14 +147,19 @@ const stageAlignBytes = 512
 
 // wayOf decides how an object moves. Only whole pieces within one run can be hashed where
 // they lie.
-func (o *Object) wayOf(rule Rule, directRunBytes uint64) Way {
+func (o *Object) wayOf(d Direction, rule Rule, directRunBytes uint64) Way {
 	if rule == AlwaysStaged || o.Mapped == Bounced || o.SkipBytes != 0 || o.SizeBytes != uint64(len(o.Host)) {
 		return Staged
 	}
+	chosen, measured := o.Layout.Choice.Way(d)
 	for i := range o.Layout.Layers {
-		if n := o.Layout.Layers[i].RunBytes; n%o.PieceBytes != 0 || rule == Auto && n < directRunBytes {
+		n := o.Layout.Layers[i].RunBytes
+		if n%o.PieceBytes != 0 || rule == Auto && !measured && n < directRunBytes {
 			return Staged
 		}
+	}
+	if rule == Auto && measured {
+		return chosen
 	}
 	return Direct
 }
@@ -168,7 +174,7 @@ func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunB
 	tails := 0
 	for t.at.object < len(t.Objects) {
 		obj := &t.Objects[t.at.object]
-		way := obj.wayOf(rule, directRunBytes)
+		way := obj.wayOf(t.Direction, rule, directRunBytes)
 		if len(c.spans) > 0 && way != c.launch.Way {
 			return true, false
 		}

@@ -38,6 +38,8 @@ type Faults struct {
 	Wait func() error
 	// Delay is what each launch takes.
 	Delay time.Duration
+	// Cost is what a launch takes beside that; nil: nothing.
+	Cost func(a *engine.Launch) time.Duration
 }
 
 // Device is a GPU of host memory.
@@ -235,6 +237,25 @@ func (d *Device) Record(s engine.Stream) (engine.Event, error) {
 	return d.mu.lastEvent, nil
 }
 
+// Passed reports whether the gate of an event is open.
+func (d *Device) Passed(e engine.Event) (bool, error) {
+	if err := d.check(); err != nil {
+		return false, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	gate := d.mu.events[e]
+	if gate == nil {
+		return false, fmt.Errorf("%w: event %d is nobody's", base.ErrInvalid, e)
+	}
+	select {
+	case <-gate:
+		return true, nil
+	default:
+		return false, nil
+	}
+}
+
 // Forget ends an event.
 func (d *Device) Forget(e engine.Event) {
 	d.mu.Lock()
@@ -301,7 +322,7 @@ func (l *lane) Launch(i int, a *engine.Launch) (bool, error) {
 		}
 	}
 	s := &l.slots[i]
-	if err := l.refuse(i, s, a); err != nil {
+	if err := l.refuse(s, a); err != nil {
 		return false, err
 	}
 	var gate chan struct{}
@@ -320,7 +341,11 @@ func (l *lane) Launch(i int, a *engine.Launch) (bool, error) {
 		if gate != nil {
 			<-gate
 		}
-		time.Sleep(l.d.Faults.Delay)
+		delay := l.d.Faults.Delay
+		if l.d.Faults.Cost != nil {
+			delay += l.d.Faults.Cost(&launch)
+		}
+		time.Sleep(delay)
 		if l.d.lost.Load() {
 			return
 		}
@@ -330,7 +355,7 @@ func (l *lane) Launch(i int, a *engine.Launch) (bool, error) {
 }
 
 // refuse checks every address of a launch.
-func (l *lane) refuse(i int, s *engine.Slot, a *engine.Launch) error {
+func (l *lane) refuse(s *engine.Slot, a *engine.Launch) error {
 	d := l.d
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -345,15 +370,16 @@ func (l *lane) refuse(i int, s *engine.Slot, a *engine.Launch) error {
 		}
 	}
 	for _, c := range s.Copies[:a.Copies] {
-		if !d.inside(c.Device, c.Bytes) || !l.reachable(i, c, a.Direction) {
+		if !d.inside(c.Device, c.Bytes) || !l.reachable(c, a.Direction) {
 			return fmt.Errorf("%w: copy %+v", base.ErrInvalid, c)
 		}
 	}
 	return nil
 }
 
-// reachable is called with Device.mu: a copy lies in one registration, or in the bounce buffer.
-func (l *lane) reachable(i int, c engine.Copy, way engine.Direction) bool {
+// reachable is called with Device.mu: a copy lies in one registration, or in a bounce
+// buffer of the lane.
+func (l *lane) reachable(c engine.Copy, way engine.Direction) bool {
 	in := func(mem []byte) bool {
 		a := addressOf(mem)
 		return c.Host >= a && c.Host+c.Bytes <= a+uint64(len(mem))
@@ -363,7 +389,12 @@ func (l *lane) reachable(i int, c engine.Copy, way engine.Direction) bool {
 			return way == engine.Load || r.access == engine.ReadWrite
 		}
 	}
-	return l.bound[i] != nil && in(l.bound[i])
+	for _, b := range l.bound {
+		if b != nil && in(b) {
+			return true
+		}
+	}
+	return false
 }
 
 func (l *lane) move(i int, s *engine.Slot, a *engine.Launch) {
