@@ -278,6 +278,12 @@ func TestRealServerRestart(t *testing.T) {
 		return c.Connected() && other.Connected() && c.current() != nil && c.current().serverEpoch == l.srv.Epoch() &&
 			other.current() != nil && other.current().serverEpoch == l.srv.Epoch()
 	})
+	// Live sessions keep their hits.
+	eventually(t, "a load of before", func() bool { return loadOne(t, c, 1, dst) == base.CodeOK })
+	eventually(t, "a load of before elsewhere", func() bool { return loadOne(t, other, 1, dst) == base.CodeOK })
+	if !bytes.Equal(dst, v) {
+		t.Fatal("bytes of before differ")
+	}
 	eventually(t, "a store", func() bool { return storeOne(t, c, 2, v) == base.CodeOK })
 	eventually(t, "a load elsewhere", func() bool { return loadOne(t, other, 2, dst) == base.CodeOK })
 	if !bytes.Equal(dst, v) {

@@ -215,7 +215,7 @@ func (d *Directory) checkRegion(slot uint32, g *region, sum *poolSums, copies, v
 			sum.ready += r.length()
 			sum.readyPages += g.place.PageBytes
 			sum.objects++
-			if g.state >= regionGoing || r.has(flagOrphan|flagRestartHeld) {
+			if g.state >= regionGoing || r.has(flagOrphan) || g.unlisted() {
 				return 0, fmt.Errorf("R6: page %d of region %d is READY", page, g.id)
 			}
 		case replicaRetiring:

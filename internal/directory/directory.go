@@ -256,16 +256,19 @@ func (d *Directory) largestPoolBytes(s *session, m base.Medium) uint64 {
 func (d *Directory) Tick(now time.Duration) time.Duration {
 	d.expireDue(now)
 	next := d.nextExpiry
+	var slow []*session
 	for _, s := range d.sessionList {
 		next = min(next, d.expireRequests(now, s))
 		if s.state == StateLive && len(s.window) >= d.cfg.Limits.MaxEvents {
-			due := s.window[0].at + d.cfg.EventTimeout
-			if due <= now {
-				d.fence(now, s, "its events were not acknowledged in time")
-			} else {
+			if due := s.window[0].at + d.cfg.EventTimeout; due > now {
 				next = min(next, due)
+			} else {
+				slow = append(slow, s)
 			}
 		}
+	}
+	for _, s := range slow { // not within that loop: a fence can shorten the list
+		d.fence(now, s, "its events were not acknowledged in time")
 	}
 	next = min(next, d.retryRegions(now))
 	return min(next, d.checkRestart(now))

@@ -17,7 +17,7 @@
 // unlocks, and carries them out after.
 //
 // A replica's life here: READY -> RETIRING -> freed, or QUARANTINED -> RETIRING
-// -> freed after a server restart. RETIRING needs two things in any order: its
+// -> freed for what was uncertain at a server restart. RETIRING needs two things in any order: its
 // mark is cleared (the writer acknowledges, or the resource manager did it for a
 // region whose writer is gone or left), and its leases drain. Then the writer is
 // told to reclaim, and its acknowledgement frees the page (INV-08). Replicas of a
@@ -25,8 +25,7 @@
 //
 // Pending is never answered in this version: a key whose only replicas are
 // retiring, hidden or quarantined is a Miss. None of them becomes visible soon
-// without a new commit (a restarted server's sessions come back cold), and an
-// engine that is told to wait would wait for nothing.
+// without a new commit, and an engine that is told to wait would wait for nothing.
 //
 // Invariants (docs/PROTOCOL.md, section 4): R1 to R7, S1 and the directory's part
 // of L1; [Directory.CheckInvariants] checks them whole.

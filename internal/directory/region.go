@@ -295,9 +295,10 @@ func (d *Directory) advance(now time.Duration, g *region, ref replicaRef) {
 	}
 }
 
-// settleKept sends a kept region back when no key is left in it.
+// settleKept sends a kept region back when no key is left in it, or when its writer ended
+// before it had listed it whole.
 func (d *Directory) settleKept(now time.Duration, g *region) {
-	if g.state == regionKept && g.writer == nil && g.ready == 0 {
+	if g.state == regionKept && g.writer == nil && (g.ready == 0 || g.unlisted()) {
 		d.sendBack(now, g)
 	}
 }
@@ -565,29 +566,30 @@ func (d *Directory) resolveClaims(now time.Duration, g *region) {
 		return
 	}
 	for _, ref := range slices.Clone(g.pages) {
-		if ref == 0 || d.regions[g.slot] != g {
-			continue
+		if ref != 0 && d.regions[g.slot] == g && d.store.replica(ref).state() == replicaReady {
+			d.resolveClaim(now, g, ref)
 		}
-		r := d.store.replica(ref)
-		if r.state() != replicaReady {
-			continue
-		}
-		best, bestRegion := ref, g
-		for other := d.store.firstOf(r.object); other != 0; {
-			o := d.store.replica(other)
-			next := o.next
-			if og := d.regions[o.region]; other != best && o.state() == replicaReady && og.pool == g.pool && og.visible(now) {
-				loser, loserRegion := other, og
-				if o.order > d.store.replica(best).order {
-					loser, loserRegion = best, bestRegion
-					best, bestRegion = other, og
-				}
-				d.retire(now, loserRegion, loser)
-				if loser == ref {
-					break
-				}
+	}
+}
+
+// resolveClaim settles the claims to the key of a READY replica that has just become
+// visible.
+func (d *Directory) resolveClaim(now time.Duration, g *region, ref replicaRef) {
+	best, bestRegion := ref, g
+	for other := d.store.firstOf(d.store.replica(ref).object); other != 0; {
+		o := d.store.replica(other)
+		next := o.next
+		if og := d.regions[o.region]; other != best && o.state() == replicaReady && og.pool == g.pool && og.visible(now) {
+			loser, loserRegion := other, og
+			if o.order > d.store.replica(best).order {
+				loser, loserRegion = best, bestRegion
+				best, bestRegion = other, og
 			}
-			other = next
+			d.retire(now, loserRegion, loser)
+			if loser == ref {
+				return
+			}
 		}
+		other = next
 	}
 }

@@ -9,11 +9,16 @@ import (
 	"github.com/xcena-dev/maru/internal/hot"
 )
 
-// After a restart of the server its sessions come back cold: pages that they list are
-// QUARANTINED, charged and never found, until rule "Server restart" holds for their
-// region; then they are retired and come back page by page. Leases and views that
-// they list are recorded and protect from the first moment. A later version makes
-// READY of QUARANTINED; all that it needs is recorded with the page already.
+// After a restart of the server live sessions keep their hits: what a writer lists as
+// READY, committed by an older incarnation, is READY here from that frame on, unless a
+// delete or a higher order says otherwise. Pages whose outcome was uncertain, and those
+// that a lease of another generation names, are QUARANTINED, charged and never found,
+// until rule "Server restart" holds for their region; then they are retired and come
+// back page by page. No listed page is free before that rule, whatever its state. Leases
+// and views that are listed are recorded and protect from the first moment.
+//
+// A writer that ends in the middle of its list leaves a region of which not every mark is
+// known: it goes back whole, with the keys that were listed.
 
 // relistProgress is where a session is with its list.
 type relistProgress uint8
@@ -345,7 +350,7 @@ func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest
 	}
 	for i := range req.Pages.Len() {
 		page := req.Pages.At(i)
-		res, err := d.relistPage(s, &page, open)
+		res, err := d.relistPage(now, s, &page, open)
 		if err != nil {
 			return dst, fmt.Errorf("relist: %w", err)
 		}
@@ -401,7 +406,7 @@ func (d *Directory) checkRelist(s *session, req *hot.RelistRequest) error {
 	return nil
 }
 
-func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) (hot.RelistResult, error) {
+func (d *Directory) relistPage(now time.Duration, s *session, p *hot.RelistPage, open bool) (hot.RelistResult, error) {
 	g := d.regionOf(p.Pool, p.Region)
 	if g == nil && d.unrecovered() && p.Region < base.FirstPrivateRegion {
 		s.unjudged = true
@@ -421,6 +426,9 @@ func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) (hot.Re
 			if r.generation != p.Generation {
 				return hot.RelistRefused, nil
 			}
+			if r.state() == replicaReady && p.State != hot.RelistReady {
+				d.retire(now, g, ref) // the writer knows more of it than in its last list
+			}
 			return relistResultOf(r), nil
 		}
 		if !open {
@@ -432,6 +440,7 @@ func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) (hot.Re
 			return 0, err
 		}
 		r = d.store.replica(ref)
+		same := r.generation == p.Generation
 		r.generation = max(r.generation, p.Generation)
 		r.checksum, r.order = p.Checksum, p.Order
 		d.account(g, r, -1)
@@ -440,7 +449,7 @@ func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) (hot.Re
 		g.held++
 		g.last[page] = r.generation
 		d.account(g, r, +1)
-		return d.relistState(g, ref, p), nil
+		return d.relistState(now, g, ref, p, same), nil
 	}
 	if !open {
 		return hot.RelistRefused, nil
@@ -461,28 +470,41 @@ func (d *Directory) relistPage(s *session, p *hot.RelistPage, open bool) (hot.Re
 	g.held++
 	r := d.store.replica(ref)
 	d.account(g, r, +1)
-	return d.relistState(g, ref, p), nil
+	return d.relistState(now, g, ref, p, true), nil
 }
 
-// relistState retires what was retiring, or was deleted since (R7). The page waits for
-// its mark and for the rule.
-func (d *Directory) relistState(g *region, ref replicaRef, p *hot.RelistPage) hot.RelistResult {
+// relistState decides what a page that is listed for the first time is. What was retiring,
+// or was deleted since, is retired (R7): it waits for its mark and for the rule. What was
+// READY is READY again when its generation is the one that readers know (same), and of
+// two claims to its key in the domain the higher order stays.
+func (d *Directory) relistState(now time.Duration, g *region, ref replicaRef, p *hot.RelistPage, same bool) hot.RelistResult {
 	r := d.store.replica(ref)
 	_, deleted := d.tombstones[tombstoneKey{g.ns.number, p.Key}]
 	deleted = deleted || d.nsTombs[g.ns.number]
 	// A session lists what it committed to older incarnations; a delete at this one means
 	// all of that.
-	if p.State == hot.RelistRetiring || deleted {
+	become := func(to replicaState) {
 		d.account(g, r, -1)
-		r.setState(replicaRetiring)
+		r.setState(to)
 		d.account(g, r, +1)
-		d.deleteListed(g, ref, &p.Key)
 	}
-	return relistResultOf(r)
+	switch {
+	case p.State == hot.RelistRetiring || deleted:
+		become(replicaRetiring)
+		d.deleteListed(g, ref, &p.Key)
+	case p.State == hot.RelistReady && same && p.Order != 0 && p.Order.Owner() < d.cfg.Owner:
+		become(replicaReady)
+		d.counters.RelistKept++
+		d.resolveClaim(now, g, ref)
+	}
+	return relistResultOf(d.store.replica(ref))
 }
 
 func relistResultOf(r *replica) hot.RelistResult {
-	if r.state() == replicaRetiring {
+	switch r.state() {
+	case replicaReady:
+		return hot.RelistKept
+	case replicaRetiring:
 		return hot.RelistRetire
 	}
 	return hot.RelistQuarantined

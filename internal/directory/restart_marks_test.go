@@ -64,7 +64,7 @@ func TestDeleteBeforeOwner(t *testing.T) {
 	if !res.Relist {
 		t.Fatal("the list is not asked for again")
 	}
-	if res := r.relist(w, list); !slices.Equal(res, []hot.RelistResult{hot.RelistRetire, hot.RelistQuarantined}) {
+	if res := r.relist(w, list); !slices.Equal(res, []hot.RelistResult{hot.RelistRetire, hot.RelistKept}) {
 		t.Fatalf("%v", res)
 	}
 	r.wantDone(id, false, "before the mark is cleared")

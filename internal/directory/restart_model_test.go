@@ -14,7 +14,9 @@ import (
 // After a restart, sessions come back in any order, some never; frames are repeated,
 // processes die, leases end. Whatever the order is, no listed page may be reclaimed and
 // no region may go back before rule "Server restart" says so, and in the end all of it
-// comes back. The rule is said here a second time, from what the test did.
+// comes back. The rule is said here a second time, from what the test did. What was told
+// to be READY again, and not to be retired since, is a hit while its writer lives or has
+// left it whole, and nothing else is.
 
 type rsLease struct {
 	session byte
@@ -38,6 +40,7 @@ type rsModel struct {
 	gone      map[byte]bool
 	endedAt   time.Duration
 	reclaimed map[[2]uint64]bool
+	kept      map[[2]uint64]base.Key // by region and page: the server said READY
 }
 
 const rsSessions = 4
@@ -102,13 +105,20 @@ func (m *rsModel) after(t *rapid.T) {
 			if !m.allowed(i) || (m.leased(i, ^uint64(0)) && !unlisted) {
 				t.Fatalf("region %d goes back too early (R6)", e.Region)
 			}
+			for page := range uint64(8) {
+				delete(m.kept, [2]uint64{uint64(e.Region), page})
+			}
 			d.RegionFreed(m.rig.now, e.Pool, e.Region, nil)
 		case e.Kind == EffectClearRecords:
+			for _, page := range e.Pages {
+				delete(m.kept, [2]uint64{uint64(e.Region), uint64(page)})
+			}
 			d.RecordsCleared(m.rig.now, e.Pool, e.Region, e.Pages, nil)
 		case e.Kind == EffectSendEvent && (e.Event.Kind == EventReclaim || e.Event.Kind == EventRetire):
 			i, page := m.indexOf(e.Event.Region), e.Event.Offset/testPage
 			ref := []PageRef{{e.Event.Pool, e.Event.Region, e.Event.Offset, e.Event.Generation}}
 			if e.Event.Kind == EventRetire {
+				delete(m.kept, [2]uint64{uint64(e.Event.Region), page})
 				_ = d.Acknowledge(m.rig.now, Caller{e.Session, e.Epoch}, ref, nil)
 				continue
 			}
@@ -124,12 +134,28 @@ func (m *rsModel) after(t *rapid.T) {
 		t.Fatal(err)
 	}
 	for n, who := range m.callers {
-		if m.deadline[n] > m.rig.now {
-			if v := m.rig.probe(who, testKey(0)); v[0] != hot.Miss {
-				t.Fatal("a listed page is visible")
+		if m.deadline[n] <= m.rig.now {
+			continue
+		}
+		for k := range uint64(4) {
+			v := m.rig.probe(who, testKey(k))
+			if want := m.visible(testKey(k)); (v[0] != hot.Miss) != want {
+				t.Fatalf("key %d: verdict %v, should be a hit: %v", k, v[0], want)
 			}
 		}
 	}
+}
+
+// visible says whether a key should be found.
+func (m *rsModel) visible(key base.Key) bool {
+	for at, k := range m.kept {
+		w := m.regions[m.indexOf(base.RegionID(at[0]))].Writer[0] //nolint:gosec // a region of this test
+		live := m.callers[w] != (Caller{}) && m.deadline[w] > m.rig.now
+		if k == key && (live || m.gone[w] && m.listed[w]) {
+			return true
+		}
+	}
+	return false
 }
 
 func (m *rsModel) list(t *rapid.T, n byte) {
@@ -154,7 +180,12 @@ func (m *rsModel) list(t *rapid.T, n byte) {
 	}
 	who := m.callers[n]
 	for range rapid.IntRange(1, 2).Draw(t, "frames") {
-		m.rig.relist(who, l)
+		for i, res := range m.rig.relist(who, l) {
+			at := [2]uint64{uint64(l.pages[i].Region), l.pages[i].Offset / testPage}
+			if delete(m.kept, at); res == hot.RelistKept {
+				m.kept[at] = l.pages[i].Key
+			}
+		}
 	}
 	if !m.listed[n] {
 		for _, x := range m.leases {
@@ -173,7 +204,7 @@ func TestRestartAgainstModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := &rsModel{
 			rig: newRig(&panicTB{}, func(c *Config) { c.EventTimeout = time.Hour }), pages: map[int][]hot.RelistPage{}, callers: map[byte]Caller{},
-			deadline: map[byte]time.Duration{}, listed: map[byte]bool{}, gone: map[byte]bool{}, reclaimed: map[[2]uint64]bool{},
+			deadline: map[byte]time.Duration{}, listed: map[byte]bool{}, gone: map[byte]bool{}, reclaimed: map[[2]uint64]bool{}, kept: map[[2]uint64]base.Key{},
 		}
 		who := rapid.Custom(func(t *rapid.T) byte { return byte(rapid.IntRange(1, rsSessions).Draw(t, "n")) })
 		for i := range rapid.IntRange(1, 3).Draw(t, "regions") {
@@ -293,6 +324,10 @@ func TestRestartAgainstModel(t *testing.T) {
 			}
 		}
 		m.callers = map[byte]Caller{}
+		m.after(t)
+		if _, err := m.rig.d.OperatorDeleteNamespace(m.rig.now, nsA); err != nil {
+			t.Fatal(err)
+		}
 		m.after(t)
 		m.after(t)
 		if u := m.rig.d.Usage(m.rig.now); u.Regions != 0 || u.Objects != 0 || len(u.Sessions) != 0 || m.rig.d.RelistIncomplete() {

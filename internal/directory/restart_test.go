@@ -114,7 +114,7 @@ func TestServerRestart(t *testing.T) {
 		oldPage(50, 0, 3, k(0), hot.RelistReady), oldPage(50, 1, 3, k(1), hot.RelistRetiring), oldPage(50, 2, 3, k(2), hot.RelistUncertain),
 		oldPage(51, 0, 3, k(3), hot.RelistReady), oldPage(50, 8, 3, k(3), hot.RelistReady),
 	}}
-	want := []hot.RelistResult{hot.RelistQuarantined, hot.RelistRetire, hot.RelistQuarantined, hot.RelistRefused, hot.RelistRefused}
+	want := []hot.RelistResult{hot.RelistKept, hot.RelistRetire, hot.RelistQuarantined, hot.RelistRefused, hot.RelistRefused}
 	for range 2 { // a frame whose answer was lost is sent again
 		if res := r.relist(w, first); !slices.Equal(res, want) {
 			t.Fatalf("%v", res)
@@ -122,14 +122,15 @@ func TestServerRestart(t *testing.T) {
 		r.check()
 	}
 	r.relist(w, lister{last: true})
-	if v := r.probe(w, k(0)); v[0] != hot.Miss {
-		t.Fatal("a listed page is visible: sessions come back cold")
+	// What the writer listed as READY is a hit again; what was retiring or uncertain is none.
+	if v := r.probe(w, k(0), k(1), k(2)); v[0] == hot.Miss || v[1] != hot.Miss || v[2] != hot.Miss {
+		t.Fatalf("%v", v)
 	}
-	// Pages that were free at the writer stay usable, also for the key of a listed page.
+	// Pages that were free at the writer stay usable, also for the key of an uncertain page.
 	g := RegionGrant{Pool: 1, Region: 50, Incarnation: 50, Place: Place{PageBytes: testPage}}
-	c := r.commit(w, rowOf(g, 5, 9, k(0)), rowOf(g, 0, 9, k(7)))
-	if c[0].Code != base.CodeOK || c[1].Code != base.CodeStale {
-		t.Fatalf("%+v: a quarantined page was written, or a free one not", c)
+	c := r.commit(w, rowOf(g, 5, 9, k(2)), rowOf(g, 0, 9, k(7)), rowOf(g, 7, 9, k(0)))
+	if c[0].Code != base.CodeOK || c[1].Code != base.CodeStale || c[2].Code != base.CodeAlreadyStored {
+		t.Fatalf("%+v: a listed page was written, or a free one not, or a key twice", c)
 	}
 	r.check()
 	// The retiring page's mark is cleared, but it is not free: session 2 has not listed.
@@ -160,8 +161,11 @@ func TestServerRestart(t *testing.T) {
 	if held := r.release(o, hot.ReleaseRow{Acquire: 7, First: 2, Count: 1}, hot.ReleaseRow{Acquire: 8, Count: 1}); !bytes.Equal(held, []byte{1, 1}) {
 		t.Fatalf("held %v", held)
 	}
-	if ev := r.pageEvents(w, EventRetire); !slices.Equal(ev, []uint64{0, 2}) {
-		t.Fatalf("retire %v", ev)
+	if ev := r.pageEvents(w, EventRetire); !slices.Equal(ev, []uint64{2}) {
+		t.Fatalf("retire %v: the end of a view retires nothing", ev)
+	}
+	if v := r.probe(o, k(0)); v[0] == hot.Miss {
+		t.Fatal("the key is no hit any more")
 	}
 	if c := r.commit(w, rowOf(g, 6, 9, k(8))); c[0].Code != base.CodeOK {
 		t.Fatalf("%+v", c)
@@ -197,7 +201,7 @@ func TestRestartRuleByTime(t *testing.T) {
 		t.Fatal(err)
 	}
 	w := r.reopen(1)
-	r.relist(w, lister{last: true, pages: []hot.RelistPage{oldPage(50, 0, 1, testKey(0), hot.RelistReady)}})
+	r.relist(w, lister{last: true, pages: []hot.RelistPage{oldPage(50, 0, 1, testKey(0), hot.RelistUncertain)}})
 	step := func(d time.Duration) {
 		r.now += d
 		r.beat(w)
@@ -346,5 +350,128 @@ func TestSchedulerListsNothing(t *testing.T) {
 	req.PreviousServerEpoch, req.PreviousEpoch = r.d.cfg.ServerEpoch, res.Epoch
 	if res, err = r.d.Open(r.now, req); err != nil || res.Relist {
 		t.Fatal("asked again", res, err)
+	}
+}
+
+// Of two claims to a key in one domain the higher order stays, in whatever order the
+// sessions list (R7): the loser hears it in the answer, or by an event.
+func TestRelistedClaims(t *testing.T) {
+	for name, late := range map[string]bool{"the higher first": true, "the lower first": false} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, nil)
+			if err := r.d.RecoverRegions(r.now, []RecoveredRegion{recovered(50, 1, Holder{sid(1), true}), recovered(51, 2, Holder{sid(2), true})}); err != nil {
+				t.Fatal(err)
+			}
+			a, b := r.reopen(1), r.reopen(2)
+			low, high := oldPage(50, 0, 3, testKey(0), hot.RelistReady), oldPage(51, 0, 8, testKey(0), hot.RelistReady)
+			answer := func(who Caller, p hot.RelistPage) hot.RelistResult {
+				res := r.relist(who, lister{last: true, pages: []hot.RelistPage{p}})
+				r.check()
+				return res[0]
+			}
+			if late {
+				if res := answer(b, high); res != hot.RelistKept {
+					t.Fatal(res)
+				}
+				if res := answer(a, low); res != hot.RelistRetire {
+					t.Fatal(res)
+				}
+			} else {
+				if res := answer(a, low); res != hot.RelistKept {
+					t.Fatal(res)
+				}
+				if res := answer(b, high); res != hot.RelistKept {
+					t.Fatal(res)
+				}
+				if ev := r.pageEvents(a, EventRetire); !slices.Equal(ev, []uint64{0}) {
+					t.Fatalf("retire %v", ev)
+				}
+			}
+			if rows, _, err := r.acquireSeq(b, r.next(), base.LeaseCopy, hot.ModeEach, []int{1}, testKey(0)); err != nil || rows[0].Region != 51 {
+				t.Fatalf("%+v, %v", rows, err)
+			}
+			if ev := r.pageEvents(b, EventRetire); len(ev) != 0 {
+				t.Fatalf("the higher order was retired: %v", ev)
+			}
+		})
+	}
+}
+
+// A commit of the new incarnation is before every older one (the order says so), and a page
+// whose order no older incarnation can have given is not believed.
+func TestRelistedAfterCommit(t *testing.T) {
+	r := newRig(t, nil)
+	if err := r.d.RecoverRegions(r.now, []RecoveredRegion{recovered(50, 1, Holder{sid(1), true})}); err != nil {
+		t.Fatal(err)
+	}
+	o := r.worker(3)
+	g := r.expand(o, 4)
+	if c := r.commit(o, rowOf(g, 0, 1, testKey(0))); c[0].Code != base.CodeOK {
+		t.Fatalf("%+v", c)
+	}
+	forged := oldPage(50, 1, 3, testKey(1), hot.RelistReady)
+	forged.Order, _ = base.MakeCommitOrder(r.d.cfg.Owner, 1)
+	res := r.relist(r.reopen(1), lister{last: true, pages: []hot.RelistPage{oldPage(50, 0, 3, testKey(0), hot.RelistReady), forged}})
+	if !slices.Equal(res, []hot.RelistResult{hot.RelistRetire, hot.RelistQuarantined}) {
+		t.Fatalf("%v", res)
+	}
+	r.check()
+}
+
+// A writer that ends in the middle of its list leaves marks that nobody knows of: its
+// region goes back whole, and nothing of it is found.
+func TestEndInTheMiddleOfAList(t *testing.T) {
+	r := newRig(t, nil)
+	if err := r.d.RecoverRegions(r.now, []RecoveredRegion{recovered(50, 1, Holder{sid(1), true})}); err != nil {
+		t.Fatal(err)
+	}
+	w, o := r.reopen(1), r.worker(3)
+	r.relist(w, lister{pages: []hot.RelistPage{oldPage(50, 0, 3, testKey(0), hot.RelistReady)}})
+	if v := r.probe(o, testKey(0)); v[0] == hot.Miss {
+		t.Fatal("what was listed is no hit")
+	}
+	r.d.SessionGone(r.now, sid(1), GonePidfd)
+	r.check()
+	if v := r.probe(o, testKey(0)); v[0] != hot.Miss || r.count(EffectFreeRegion) != 1 {
+		t.Fatal("the region of half a list stays")
+	}
+	r.d.RegionFreed(r.now, 1, 50, nil)
+	r.check()
+}
+
+// The lease that an expiry ends can be the last thing that kept the record of a session
+// that is long gone: it is forgotten while the sessions are walked.
+func TestExpiryForgetsAnother(t *testing.T) {
+	for name, expire := range map[string]func(r *rig){
+		"expiry": func(r *rig) { r.now += 11 * time.Second },
+		"fence":  nil, // by events that were not acknowledged
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, func(c *Config) { c.Limits.MaxEvents, c.EventTimeout = 1, time.Second })
+			if err := r.d.RecoverRegions(r.now, []RecoveredRegion{recovered(51, 8, Holder{sid(8), true}, Holder{sid(2), true})}); err != nil {
+				t.Fatal(err)
+			}
+			o := r.reopen(2)
+			r.relist(o, lister{last: true, leases: []hot.RelistLease{
+				{Pool: 1, Region: 51, Offset: 0, Generation: base.MakeGeneration(51, 3), Kind: base.LeaseCopy, Acquire: 7, Index: 0},
+			}})
+			r.d.SessionGone(r.now, sid(8), GonePidfd)
+			r.d.RegionFreed(r.now, 1, 51, nil)
+			if !r.d.KnowsRegion(poolA, 51) {
+				t.Fatal("the region of a lease is forgotten")
+			}
+			r.worker(4)
+			if expire != nil {
+				expire(r)
+			} else {
+				r.d.sendEvent(r.now, r.d.sessions[sid(2)], Event{Kind: EventPools})
+				r.now += 2 * time.Second
+			}
+			r.d.Tick(r.now)
+			r.check()
+			if r.d.KnowsRegion(poolA, 51) || r.d.sessions[sid(8)] != nil {
+				t.Fatal("something stays")
+			}
+		})
 	}
 }

@@ -535,25 +535,26 @@ func (d *Directory) expireDue(now time.Duration) {
 		return
 	}
 	next := never
-	var unused []*session
+	var due []*session
 	for _, s := range d.sessionList {
-		if s.state != StateLive {
-			continue
+		switch {
+		case s.state != StateLive:
+		case s.deadline <= now:
+			due = append(due, s)
+		default:
+			next = min(next, s.deadline)
 		}
-		if s.deadline <= now {
-			if s.unused() {
-				unused = append(unused, s)
-			}
-			d.counters.SessionsExpired++
-			d.effect(Effect{Kind: EffectSessionExpired, Session: s.id, Epoch: s.epoch})
-			d.suspend(now, s, fmt.Sprintf("no heartbeat came for %v", d.cfg.TTL))
-			continue
-		}
-		next = min(next, s.deadline)
 	}
 	d.nextExpiry = next
-	for _, s := range unused {
-		d.gone(now, s, "it was never used")
+	// Not within that loop: with the last lease of a region its writer's record can go.
+	for _, s := range due {
+		unused := s.unused()
+		d.counters.SessionsExpired++
+		d.effect(Effect{Kind: EffectSessionExpired, Session: s.id, Epoch: s.epoch})
+		d.suspend(now, s, fmt.Sprintf("no heartbeat came for %v", d.cfg.TTL))
+		if unused {
+			d.gone(now, s, "it was never used")
+		}
 	}
 	d.trimExpired()
 }

@@ -9,14 +9,14 @@ import (
 
 // Counters count since the start of the directory.
 type Counters struct {
-	Commits, CommitsPresent, CommitsRefused                    uint64
-	Hits, Misses                                               uint64
-	ReplicasRetired, PagesReclaimed                            uint64
-	KeysDeleted                                                uint64
-	RegionsFreed, RegionsEvicted                               uint64
-	SessionsExpired, SessionsFenced, SessionsGone              uint64
-	RequestsDropped, RequestsExpired                           uint64
-	EventsDropped, RelistRefused, UsesRefused, UsesOverGranted uint64
+	Commits, CommitsPresent, CommitsRefused                                uint64
+	Hits, Misses                                                           uint64
+	ReplicasRetired, PagesReclaimed                                        uint64
+	KeysDeleted                                                            uint64
+	RegionsFreed, RegionsEvicted                                           uint64
+	SessionsExpired, SessionsFenced, SessionsGone                          uint64
+	RequestsDropped, RequestsExpired                                       uint64
+	EventsDropped, RelistKept, RelistRefused, UsesRefused, UsesOverGranted uint64
 }
 
 // PoolUsage is one pool's bytes (CAP-04). AllocatedBytes = writing + ready + retiring +

@@ -90,7 +90,7 @@ func TestServerRestart(t *testing.T) {
 		t.Errorf("a commit before the list: %v", err)
 	}
 	a, err := writer.hot.relist(&hot.RelistRequest{Operation: writer.next(), Last: true, Pages: relistPages(r, keys, results, 1)})
-	if err != nil || len(a.Results) != 8 || hot.RelistResult(a.Results[0]) != hot.RelistQuarantined {
+	if err != nil || len(a.Results) != 8 || hot.RelistResult(a.Results[0]) != hot.RelistKept {
 		t.Fatalf("relist: %v %v", a, err)
 	}
 	if u := s.usage(); u.Waiting != 1 {
@@ -99,11 +99,18 @@ func TestServerRestart(t *testing.T) {
 	if done, err := s.sweepOnce(testContext(t)); err != nil {
 		t.Errorf("sweep: %v %v", done, err)
 	}
-	// A cold store of the same keys in a new region works meanwhile.
+	// A live session keeps its hits: what it listed is found again, and is not stored twice.
+	if n := writer.probeHits(keys); n != 8 {
+		t.Errorf("%d hits of the listed pages", n)
+	}
 	r2 := writer.expand(maruv1.Medium_MEDIUM_CXL, 8, 65536)
 	writer.counter = 100
-	if n := writer.commitKeys(r2, r2.GetHandle().GetIncarnation(), keys); n.At(0).Code != base.CodeOK || n.At(0).Order <= results.At(0).Order {
-		t.Fatalf("commit after the restart: %+v, older %+v", n.At(0), results.At(0))
+	if n := writer.commitKeys(r2, r2.GetHandle().GetIncarnation(), keys); n.At(0).Code != base.CodeAlreadyStored || n.At(0).Order != results.At(0).Order {
+		t.Fatalf("commit of a listed key: %+v, older %+v", n.At(0), results.At(0))
+	}
+	writer.counter = 200
+	if n := writer.commitKeys(r2, r2.GetHandle().GetIncarnation(), testKeyRange(8, 9)); n.At(0).Code != base.CodeOK || n.At(0).Order <= results.At(7).Order {
+		t.Fatalf("commit after the restart: %+v, older %+v", n.At(0), results.At(7))
 	}
 	if err := reader.reopen(cxlRequest); err != nil {
 		t.Fatalf("the reader opens: %v", err)
@@ -117,10 +124,19 @@ func TestServerRestart(t *testing.T) {
 		t.Errorf("%d regions wait although everybody is back", u.Waiting)
 	}
 	if n := reader.probeHits(keys); n != 8 {
-		t.Errorf("%d hits of the new region", n)
+		t.Errorf("%d hits for the reader", n)
 	}
-	// The listed pages come back one by one: retire, mark cleared, reclaim, free.
+	// Deleted, the listed pages come back one by one: retire, mark cleared, reclaim, free.
+	deleted := make(chan error, 1)
+	request := &maruv1.DeleteRequest{Operation: uint64(reader.next().Sequence), Keys: keyBytes(keys)}
+	go func() {
+		_, err := reader.api.Delete(reader.ctx(), request)
+		deleted <- err
+	}()
 	drain(t, writer, 8)
+	if err := <-deleted; err != nil {
+		t.Errorf("delete: %v", err)
+	}
 	if u := s.usage(); u.Pools[0].QuarantinedBytes+u.Pools[0].RetiringBytes != 0 {
 		t.Errorf("after reclaiming: %+v", u.Pools[0])
 	}

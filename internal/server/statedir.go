@@ -15,7 +15,7 @@ import (
 )
 
 // The state directory holds who this server is, and an exclusive lock for its
-// life. It holds no objects: after a restart the directory is cold.
+// life. It holds no objects: after a restart sessions list what they hold.
 const (
 	stateFile    = "server.json"
 	stateLock    = "lock"

@@ -71,7 +71,7 @@ func counterMap(u *directory.Usage) map[string]uint64 {
 		"keys_deleted": c.KeysDeleted, "regions_freed": c.RegionsFreed, "regions_evicted": c.RegionsEvicted,
 		"sessions_expired": c.SessionsExpired, "sessions_fenced": c.SessionsFenced, "sessions_gone": c.SessionsGone,
 		"requests_dropped": c.RequestsDropped, "requests_expired": c.RequestsExpired, "events_dropped": c.EventsDropped,
-		"relist_refused": c.RelistRefused, "uses_refused": c.UsesRefused, "uses_over_granted": c.UsesOverGranted,
+		"relist_kept": c.RelistKept, "relist_refused": c.RelistRefused, "uses_refused": c.UsesRefused, "uses_over_granted": c.UsesOverGranted,
 	}
 }
 

@@ -393,6 +393,9 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 		if ref != (session.PageRef{}) {
 			clear = append(clear, ref)
 		}
+		if e.Kind == directory.EventRetire {
+			c.w.retired(e.Region, base.PageIndex(e.Offset/pageBytes), e.Generation, c.id) //nolint:gosec // a page
+		}
 		switch e.Kind {
 		case directory.EventFence:
 			fenced = true

@@ -90,8 +90,9 @@ type stored struct {
 	order   base.CommitOrder
 	session base.SessionID
 	server  base.ServerEpoch
-	retired bool // the writer was told so
-	deleted bool // and its delete was acknowledged
+	hidden  base.ServerEpoch // the server that retired it; its successor may not know
+	retired bool             // the writer was told so
+	deleted bool             // and its delete was acknowledged
 }
 
 // truth is every commit of the run.

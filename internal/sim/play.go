@@ -72,7 +72,14 @@ func (w *world) committed(id base.SessionID, rows hot.CommitRows, results hot.Co
 	}
 }
 
-// retired: the writer is told that a page is hidden for good.
+// hidden: a server retires a page: it does not find it again.
+func (w *world) hidden(region base.RegionID, page base.PageIndex, gen base.Generation, id base.SessionID) {
+	if s := w.truth.find(region, page, gen, id); s != nil {
+		s.hidden = w.server.epoch
+	}
+}
+
+// retired: the writer is told that a page is hidden for good: no server finds it again.
 func (w *world) retired(region base.RegionID, page base.PageIndex, gen base.Generation, id base.SessionID) {
 	if s := w.truth.find(region, page, gen, id); s != nil {
 		s.retired = true
@@ -89,13 +96,15 @@ func (w *world) found(key base.Key, serial uint64) {
 		w.fail("R7", "%v is found; its delete was acknowledged", s.tag)
 	case s.retired:
 		w.fail("R7", "%v is found; its writer was told to retire it", s.tag)
+	case s.hidden == w.server.epoch:
+		w.fail("R7", "%v is found by the server that retired it", s.tag)
 	}
 }
 
 // probed takes a hit of a probe.
 func (w *world) probed(key int) {
 	for _, s := range w.truth.list {
-		if s.tag.key == key && !s.deleted && !s.retired {
+		if s.tag.key == key && !s.deleted && !s.retired && s.hidden != w.server.epoch {
 			return
 		}
 	}

@@ -131,7 +131,7 @@ func (s *serverActor) perform(e *directory.Effect) {
 	switch e.Kind {
 	case directory.EffectSendEvent:
 		if e.Event.Kind == directory.EventRetire {
-			w.retired(e.Event.Region, base.PageIndex(e.Event.Offset/pageBytes), e.Event.Generation, e.Session)
+			w.hidden(e.Event.Region, base.PageIndex(e.Event.Offset/pageBytes), e.Event.Generation, e.Session)
 		}
 		c := s.peers[e.Session]
 		if c == nil || w.trouble(10) {

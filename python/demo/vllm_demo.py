@@ -1,10 +1,11 @@
-"""The demo: two real vLLM engines on this CPU, one prefix, computed once.
+"""The demo: two real vLLM engines on this CPU, each prefix computed once.
 
 Engine A computes prompts and stores their KV through MaruKVConnector on the cxl
-backend. Engine B, another process started after A has ended, reads it. The
+backend; engine B, another process, reads it: while A lives, after maru-server was
+killed with SIGKILL and started again, and after A was killed with SIGKILL. The
 answers of B must equal, bit for bit in tokens and logprobs, those that A gave
 from its own prefix cache; the default lengths make both hits equally long. Exit
-status 1 when they differ or when B read nothing.
+status 1 when they differ or when a prompt read nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from demo import tiny_model
-from demo.processes import EngineProcess, maru_up
+from demo.processes import EngineProcess, daemons
 
 BLOCK_TOKENS = 128  # the CPU backend's default
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16
+TWO_HEARTBEATS_S = 2.0
+LIVE, SERVER_KILLED, WRITER_KILLED = "A lives", "server killed", "A killed"
 
 
 def kv_transfer(address: str) -> dict[str, Any]:
@@ -57,17 +60,24 @@ def same(own: dict[str, Any], read: dict[str, Any]) -> bool:
     return bool(own["tokens"] == read["tokens"])
 
 
-def run(cache: Path, directory: Path, prompt_tokens: list[int]) -> dict[str, Any]:
+def run(cache: Path, directory: Path, prompt_tokens: list[int], crash_tokens: int) -> dict[str, Any]:
     """Runs both engines and returns the table's facts."""
     model = cache / tiny_model.NAME
     rng = random.Random(7)
-    prompts = [[rng.randrange(3, tiny_model.VOCABULARY) for _ in range(n)] for n in prompt_tokens]
-    warm = [[rng.randrange(3, tiny_model.VOCABULARY) for _ in range(300)]]
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(3, tiny_model.VOCABULARY) for _ in range(tokens)]
+
+    # Each prompt of its own: what B has read once it would find in its own prefix cache.
+    plan = [(LIVE, prompt(n)) for n in prompt_tokens]
+    plan += [(SERVER_KILLED, prompt(crash_tokens)), (WRITER_KILLED, prompt(crash_tokens))]
+    prompts = [p for _, p in plan]
+    warm = [prompt(300)]
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    with maru_up(directory, "--cxl-size", "1G") as up:
+    with daemons(directory, "1G") as (address, _, server):
         engines = [EngineProcess(directory / f"engine-{n}.log") for n in "ab"]
         try:
             a, b = engines
@@ -78,18 +88,27 @@ def run(cache: Path, directory: Path, prompt_tokens: list[int]) -> dict[str, Any
                 say("writing the tiny model ...")
                 os.spawnv(os.P_WAIT, sys.executable, [sys.executable, str(Path(tiny_model.__file__)), str(model)])
             say("engine A: compute and store ...")
-            start = {"model": str(model), "kv_transfer": kv_transfer(up["server"]), "llm": {"block_size": BLOCK_TOKENS}}
+            start = {"model": str(model), "kv_transfer": kv_transfer(address), "llm": {"block_size": BLOCK_TOKENS}}
             a("start", **start)
             a("run", prompts=warm, max_tokens=ANSWER_TOKENS)
             cold = a("run", prompts=prompts, max_tokens=ANSWER_TOKENS)["results"]
             local = a("run", prompts=prompts, max_tokens=ANSWER_TOKENS)["results"]
             stored = a("counters")["counters"]
-            a.stop()
             say("engine B: read what A stored ...")
             b.ready()
             b("start", **start)
             b("run", prompts=[[t % 900 + 3 for t in warm[0]]], max_tokens=ANSWER_TOKENS)
-            loaded = b("run", prompts=prompts, max_tokens=ANSWER_TOKENS)["results"]
+            loaded = []
+            for when in (LIVE, SERVER_KILLED, WRITER_KILLED):
+                if when == SERVER_KILLED:
+                    say("maru-server is killed and started again; engine B: read what A stored before ...")
+                    server.kill()
+                    server.start()
+                    time.sleep(TWO_HEARTBEATS_S)
+                elif when == WRITER_KILLED:
+                    say("engine A is killed; engine B: read what it has left ...")
+                    a.kill()
+                loaded += b("run", prompts=[p for w, p in plan if w == when], max_tokens=ANSWER_TOKENS)["results"]
             read = b("counters")["counters"]
             b.stop()
         finally:
@@ -97,6 +116,7 @@ def run(cache: Path, directory: Path, prompt_tokens: list[int]) -> dict[str, Any
                 engine.kill()
     rows = [
         {
+            "when": when,
             "prompt_tokens": c["prompt_tokens"],
             "tokens_from_maru": m["cached"],
             "ttft_cold_ms": round(1000 * c["ttft"], 1),
@@ -105,7 +125,7 @@ def run(cache: Path, directory: Path, prompt_tokens: list[int]) -> dict[str, Any
             "tokens_own_prefix_cache": o["cached"],
             "equal": same(o, m),
         }
-        for c, o, m in zip(cold, local, loaded, strict=True)
+        for (when, _), c, o, m in zip(plan, cold, local, loaded, strict=True)
     ]
     library_a, library_b = stored["library"], read["library"]
     return {
@@ -126,9 +146,10 @@ def _rate(count: int, seconds: float) -> float:
 
 def table(facts: dict[str, Any]) -> str:
     """The demo's one table."""
-    head = ("prompt tokens", "from Maru", "TTFT cold", "own cache", "from Maru", "equal")
+    head = ("B reads when", "prompt tokens", "from Maru", "TTFT cold", "own cache", "from Maru", "equal")
     lines = [head] + [
         (
+            r["when"],
             str(r["prompt_tokens"]),
             str(r["tokens_from_maru"]),
             f"{r['ttft_cold_ms']:.0f} ms",
@@ -151,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="directory that keeps the tiny model")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1100, 2100, 3900])
+    parser.add_argument("--crash-tokens", type=int, default=2100, help="prompt length after a program was killed")
     parser.add_argument("--keep", type=Path, help="directory for logs; default: a temporary one, removed")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -160,7 +182,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="maru-demo-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        facts = run(args.cache, directory, args.prompt_tokens)
+        facts = run(args.cache, directory, args.prompt_tokens, args.crash_tokens)
     facts["seconds"] = round(time.monotonic() - started, 1)
     print(json.dumps(facts) if args.json else table(facts))
     if not facts["read_from_maru"]:
