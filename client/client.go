@@ -65,6 +65,7 @@ type Client struct {
 		unprepared    bool
 		prepareNot    time.Time       // before it the background does not ask for it again
 		unproved      bool            // pools came since the domains were proved
+		growthLost    bool            // the answer to a cxl growth is lost
 		segmentRegion []base.RegionID // per cpu segment; 0: none
 		corrupt       []base.Key      // to be deleted
 		workers       []Worker
@@ -257,7 +258,7 @@ func transient(err error) bool {
 func (c *Client) abandon() {
 	c.cancel()
 	if l := c.link.Load(); l != nil {
-		c.leaveMemory()
+		_, _ = c.leaveMemory()
 		_ = c.say(context.Background(), l, &maruv1.CloseRequest{Drained: true})
 		l.close()
 	}
@@ -281,13 +282,14 @@ func (c *Client) say(ctx context.Context, l *link, req *maruv1.CloseRequest) err
 }
 
 // leaveMemory unmaps every region and gives the holds back. It returns false, and leaves
-// everything where it is, while something is in use (D1).
-func (c *Client) leaveMemory() bool {
+// everything where it is, while something is in use (D1). The error says that the
+// resource manager has not heard of it.
+func (c *Client) leaveMemory() (bool, error) {
 	c.mu.Lock()
 	gone, ok := c.mu.core.Close(nil)
 	c.mu.Unlock()
 	if !ok {
-		return false
+		return false, nil
 	}
 	for _, id := range gone {
 		if h := c.unmap(id); h != nil {
@@ -302,8 +304,9 @@ func (c *Client) leaveMemory() bool {
 	c.mu.Unlock()
 	if list, err := c.manager.unhold(ctx, list); err != nil {
 		c.log.Warn("the resource manager did not take the holds back; they end with this process", "regions", len(list), "error", err)
+		return true, fmt.Errorf("giving %d holds back: %w", len(list), err)
 	}
-	return true
+	return true, nil
 }
 
 // enter begins a call; leave ends it. Errors: ErrClosed, and the context's.
@@ -360,7 +363,9 @@ func (c *Client) beginClose(ctx context.Context) (first, idle bool) {
 // Close ends the session: drained, or LEFT while views are out; then the mappings of
 // the exported views stay to the end of the process. Calls in flight and submitted jobs
 // are finished first. It is idempotent; ctx bounds how long jobs are waited for and how
-// long the server is told. The session has ended here also when it returns an error.
+// long the server is told. The session has ended here also when it returns an error: then
+// server or resource manager have not heard of it, and what it had comes back with the end
+// of this process.
 func (c *Client) Close(ctx context.Context) error {
 	first, idle := c.beginClose(ctx)
 	if !first {
@@ -375,7 +380,7 @@ func (c *Client) Close(ctx context.Context) error {
 	views, _ := c.mu.core.Views()
 	c.mu.Unlock()
 	exported := c.exported()
-	if l := c.current(); l != nil {
+	if l := c.awaitOpen(ctx); l != nil {
 		c.awaitListed(ctx, l)
 		c.flushReleases(ctx, l)
 	}
@@ -387,17 +392,26 @@ func (c *Client) Close(ctx context.Context) error {
 	// Before the mappings go, also those that stay because views are out.
 	reachable := !c.closeDevice()
 	var err error
-	left := views > 0 || exported > 0 || reachable || !c.leaveMemory()
+	left := views > 0 || exported > 0 || reachable
+	if !left {
+		var gone bool
+		gone, err = c.leaveMemory()
+		left = !gone
+	}
 	if left {
 		c.mu.Lock()
 		c.mu.core.Leave()
 		c.mu.Unlock()
 	}
 	// The loop that opens has ended: no newer epoch comes.
-	if l := c.link.Load(); l != nil && !l.over.Load() {
-		if err = c.say(ctx, l, &maruv1.CloseRequest{Drained: !left, Left: left}); err != nil {
-			err = fmt.Errorf("telling the server: %w", err)
-			c.log.Warn("the server was not told that this session ends; it finds out when the process does", "error", err)
+	if l := c.link.Load(); l != nil {
+		told := fmt.Errorf("%w: the epoch is over, and the server opens no other one", base.ErrUnavailable)
+		if !l.over.Load() {
+			told = c.say(ctx, l, &maruv1.CloseRequest{Drained: !left, Left: left})
+		}
+		if told != nil {
+			err = errors.Join(err, fmt.Errorf("telling the server: %w", told))
+			c.log.Warn("the server was not told that this session ends; it finds out when the process does", "error", told)
 		}
 		l.close()
 	}
@@ -407,6 +421,29 @@ func (c *Client) Close(ctx context.Context) error {
 		err = errors.Join(err, c.cpu.Close())
 	}
 	return err
+}
+
+// awaitOpen returns the link. When the server has ended the epoch (it was started again),
+// the session is being opened anew: that is waited for, because a server that has not
+// heard of a session's end keeps its regions until the process is gone.
+func (c *Client) awaitOpen(ctx context.Context) *link {
+	if c.link.Load() == nil {
+		return nil // never opened: nobody has to hear
+	}
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
+	defer cancel()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for {
+		if l := c.current(); l != nil && !l.over.Load() {
+			return l
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
 }
 
 // awaitListed waits until a restarted server has the session's list: before that nothing

@@ -317,6 +317,38 @@ func TestRefusedHoldBacksOff(t *testing.T) {
 	eventually(t, "the region", func() bool { return len(c.OwnedRegions()) == 1 })
 }
 
+// A growth whose answer is lost is asked for again also when nobody stores any more: its
+// operation must not stay open under all that come after it.
+func TestLostGrowthIsFinished(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		f := startFake(t)
+		cfg := cxlConfig(f)
+		cfg.RegionBytes, cfg.CXLBytes, cfg.ExpandBytes = testPage, 2*testPage, testPage
+		c := open(t, cfg)
+		want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+		f.loseExpands.Store(2)
+		want(t, "store without a page", storeOne(t, c, 2, value(2, 1000)), base.CodeFull)
+		if restart {
+			f.loseExpands.Store(1 << 20) // the new server knows nothing of it
+			f.restart(20 * time.Millisecond)
+			eventually(t, "the session", c.Connected)
+		}
+		eventually(t, "the end of the operation", func() bool {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			last, err := c.mu.core.Begin()
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.mu.core.End(last)
+			return c.mu.core.Watermark() > last
+		})
+		if !restart {
+			eventually(t, "the region", func() bool { return len(c.OwnedRegions()) == 2 })
+		}
+	}
+}
+
 func TestFullPoolSkips(t *testing.T) {
 	f := startFake(t)
 	cfg := cxlConfig(f)

@@ -36,6 +36,23 @@ func TestCloseDrained(t *testing.T) {
 	}
 }
 
+// A Close while the session is being opened anew tells the new epoch: a server that has
+// not heard of it would keep the regions until this process is gone.
+func TestCloseBetweenEpochs(t *testing.T) {
+	f := startFake(t)
+	c := open(t, cxlConfig(f))
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	c.lose(c.link.Load())
+	if err := c.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.mu.closes) != 1 || !f.mu.closes[0].GetDrained() || len(f.mu.holds) != 0 {
+		t.Fatalf("closes %v, holds %v", f.mu.closes, f.mu.holds)
+	}
+}
+
 func TestCorruptByte(t *testing.T) {
 	f := startFake(t)
 	a, b := open(t, cxlConfig(f)), open(t, cxlConfig(f))

@@ -16,7 +16,9 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
@@ -58,6 +60,8 @@ type fake struct {
 
 	// drop: the next call of this op is done, and its answer is not sent.
 	drop [16]atomic.Int32
+	// loseExpands: so many answers to Expand are lost.
+	loseExpands atomic.Int32
 
 	mu struct {
 		sync.Mutex
@@ -356,6 +360,10 @@ func (f *fake) Expand(ctx context.Context, r *maruv1.ExpandRequest) (*maruv1.Exp
 		return nil, err
 	}
 	f.called("expand")
+	if f.loseExpands.Add(-1) >= 0 {
+		return nil, status.Error(codes.Unavailable, "the answer was lost")
+	}
+	f.loseExpands.Store(0)
 	pages := (r.GetBytes() + r.GetPageSize() - 1) / r.GetPageSize()
 	plan, err := poolfmt.PlanRegion(r.GetPageSize(), pages, r.GetPieceSize())
 	if err != nil {

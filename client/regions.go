@@ -403,6 +403,42 @@ func (c *Client) growOne(ctx context.Context) (*mapped, bool) {
 	return m, true
 }
 
+// finishGrowth asks again for a cxl region whose answer was lost. While nobody does, its
+// operation stays open, and a session that only reads would run out of operations behind
+// it: every Acquire would be refused.
+func (c *Client) finishGrowth(l *link) {
+	c.mu.Lock()
+	want := c.mu.growthLost
+	c.mu.Unlock()
+	if !want {
+		return
+	}
+	c.growMu.Lock()
+	lost := c.lostExpand[base.MediumCXL]
+	var m *mapped
+	switch {
+	case lost == nil:
+		c.mu.Lock()
+		c.mu.growthLost = false
+		c.mu.Unlock()
+	case c.lostExpandAt[base.MediumCXL] != l.serverEpoch:
+		c.lostExpand[base.MediumCXL] = nil // that server is gone
+		c.mu.Lock()
+		c.mu.growthLost = false
+		c.mu.core.End(base.Sequence(lost.Operation))
+		c.mu.Unlock()
+	case !time.Now().Before(c.growNot):
+		var err error
+		if m, err = c.expandCXL(c.ctx, l, lost.GetBytes()); err != nil {
+			c.growNot = time.Now().Add(growAgain)
+		}
+	}
+	c.growMu.Unlock()
+	if m != nil {
+		c.announce(m)
+	}
+}
+
 func (c *Client) writes(m base.Medium) bool {
 	for _, w := range c.cfg.WriteOrder {
 		if w == m {
@@ -446,11 +482,15 @@ func (c *Client) expand(ctx context.Context, l *link, medium base.Medium, bytes 
 	if err != nil {
 		c.failed(l, err)
 		if rpc.OutcomeUnknown(err) {
+			c.mu.Lock()
+			c.mu.growthLost = c.mu.growthLost || medium == base.MediumCXL
+			c.mu.Unlock()
 			return nil, err
 		}
 	}
 	*pending = nil
 	c.mu.Lock()
+	c.mu.growthLost = c.mu.growthLost && medium != base.MediumCXL
 	c.mu.core.End(base.Sequence(req.Operation))
 	c.mu.Unlock()
 	return resp, err

@@ -128,7 +128,7 @@ func (c *Client) heartbeat(l *link, beat time.Duration) error {
 	if c.cfg.Role == base.RoleScheduler {
 		c.mu.workers = workersOf(resp.GetWorkers())
 	}
-	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0 || c.mu.unprepared || len(c.mu.unholds) > 0
+	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0 || c.mu.unprepared || c.mu.growthLost || len(c.mu.unholds) > 0
 	lost := len(core.LostCommits(nil)) > 0
 	c.mu.Unlock()
 	if resp.GetServerEpoch() != uint64(l.serverEpoch) || resp.GetEpoch() != uint32(l.epoch) {

@@ -38,6 +38,7 @@ func (c *Client) work() {
 		c.acknowledge(l)
 		c.resolveLost(l)
 		c.deleteCorrupt(l)
+		c.finishGrowth(l)
 		c.refill()
 	}
 }
