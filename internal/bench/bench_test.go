@@ -124,6 +124,23 @@ func TestRM(t *testing.T) {
 	checkRows(t, r, map[string]int{"allocate with 6 regions": 2, "start with 6 regions, to the first answer": 1})
 }
 
+func TestShare(t *testing.T) {
+	if _, err := os.Stat("/dev/shm"); err != nil {
+		t.Skipf("the pool lies in memory: %v", err)
+	}
+	s := shareSizes{
+		valueBytes: 64 << 10, batch: 4, batches: 2, rounds: 2, cold: 3, kill: 6, writers: 2, regions: 4, objects: 4000, restarts: 1, books: 1000,
+	}
+	r, err := s.run(testContext(t), logged(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	checkRows(t, r, map[string]int{
+		"load 4x 64 KiB of another process": 2, "first read of a cold region": 3, "reclaim after SIGKILL of a worker with 6 regions": 1,
+		"server restart with 4000 objects": 2, "acquire 512 in the directory alone": 1, "one walk over the books of 1000 objects": 1,
+	})
+}
+
 func TestStart(t *testing.T) {
 	s := startSizes{poolBytes: 64 << 20, objectKiB: 64, starts: 1, settle: 10 * time.Millisecond, idle: 50 * time.Millisecond}
 	r, err := s.run(testContext(t), logged(t))

@@ -154,7 +154,7 @@ func addSpeed(o Options, r *Report, name string, t transferTimes, call string, b
 	row := r.Add(name, speed(mine), "GB/s", speed(reference))
 	if wanted > 0 {
 		row.Want(fmt.Sprintf(">= %.0f %% of memcpy", 100*wanted), row.Ratio >= wanted)
-		o.Progress("data: %s: ratio %.2f; by tenths of the run %s us, memcpy %s us", name, row.Ratio, tenths(t[call]), tenths(t[call+" memcpy"]))
+		o.Progress("%s: %s: ratio %.2f; by tenths of the run %s us, memcpy %s us", r.Bench, name, row.Ratio, tenths(t[call]), tenths(t[call+" memcpy"]))
 	}
 }
 

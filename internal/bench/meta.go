@@ -231,7 +231,7 @@ func (s metaSizes) throughput(ctx context.Context, o Options, r *Report) (err er
 		defer cancel()
 		err = errors.Join(err, c.Close(ctx))
 	}()
-	if err := fillClient(ctx, c, s.objects); err != nil {
+	if err := fillClient(ctx, c, 0, s.objects); err != nil {
 		return err
 	}
 	if err := s.goClient(ctx, o, r, c, at); err != nil {
@@ -240,8 +240,8 @@ func (s metaSizes) throughput(ctx context.Context, o Options, r *Report) (err er
 	return s.processes(ctx, o, r, server, at)
 }
 
-// fillClient commits the first count objects through a client, page by page.
-func fillClient(ctx context.Context, c *client.Client, count int) error {
+// fillClient commits count objects from first on through a client, page by page.
+func fillClient(ctx context.Context, c *client.Client, first, count int) error {
 	pages := make([]client.Page, hot.MaxKeys)
 	items := make([]client.CommitItem, hot.MaxKeys)
 	codes := make([]base.Code, hot.MaxKeys)
@@ -251,7 +251,7 @@ func fillClient(ctx context.Context, c *client.Client, count int) error {
 			return err
 		}
 		for i := range n {
-			at := uint64(done + i) //nolint:gosec // positive
+			at := uint64(first + done + i) //nolint:gosec // positive
 			items[i] = client.CommitItem{Key: keyOf(at), Region: pages[i].Region, Index: pages[i].Index, Length: 8}
 			if at%chainLength != 0 {
 				items[i].Parent = keyOf(at - 1).Digest()
@@ -374,7 +374,7 @@ func (s metaSizes) oneTurn(server *process, probers []*process, way string) (rat
 		return 0, 0, err
 	}
 	for _, p := range probers {
-		if err := p.send(probeOrder{Through: way, Duration: s.turn}); err != nil {
+		if err := p.Send(probeOrder{Through: way, Duration: s.turn}); err != nil {
 			return 0, 0, err
 		}
 	}

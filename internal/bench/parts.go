@@ -251,8 +251,9 @@ func (p *proberPart) close() error {
 type daemonOptions struct {
 	Kind      string `json:"kind"` // rm, server, client
 	Dir       string `json:"dir"`
-	RM        string `json:"rm"`     // server: where the resource manager is
-	Server    string `json:"server"` // client
+	RM        string `json:"rm"`       // server: where the resource manager is
+	Server    string `json:"server"`   // client
+	PoolDir   string `json:"pool_dir"` // rm: where the pool file lies; empty: Dir
 	PoolBytes uint64 `json:"pool_bytes"`
 }
 
@@ -272,9 +273,12 @@ func startDaemonPart(ctx context.Context, raw json.RawMessage) (part, error) {
 	}
 	switch o.Kind {
 	case "rm":
+		if o.PoolDir == "" {
+			o.PoolDir = o.Dir
+		}
 		s, err := rm.Start(ctx, rm.Config{
 			Port: rm.AnyPort, UnixPath: filepath.Join(o.Dir, "rm.sock"), StateDir: filepath.Join(o.Dir, "rm"), Discovery: rm.DiscoverNone,
-			Pools: []rm.PoolSpec{filePool(filepath.Join(o.Dir, "pool"), o.PoolBytes)},
+			Pools: []rm.PoolSpec{filePool(filepath.Join(o.PoolDir, "pool"), o.PoolBytes)},
 		})
 		if err != nil {
 			return nil, err

@@ -9,10 +9,9 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"syscall"
-	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/child"
 )
 
 // Command is the hidden word behind `maru bench` that makes a process a part of a
@@ -34,6 +33,7 @@ var parts = map[string]func(context.Context, json.RawMessage) (part, error){
 	"prober":    startProberPart,
 	"directory": startDirectoryPart,
 	"daemon":    startDaemonPart,
+	"writer":    startWriterPart,
 }
 
 // answer is one line of a process.
@@ -87,13 +87,10 @@ func RunProcess(ctx context.Context, kind, options string, in io.Reader, out io.
 	return errors.Join(lines.Err(), p.close())
 }
 
-// process is a child and the pipes to it.
+// process is a child that answers each order with one line.
 type process struct {
-	name  string
-	cmd   *exec.Cmd
-	in    io.WriteCloser
-	lines *bufio.Scanner
-	log   *tail
+	*child.Process
+	name string
 }
 
 // startPart starts a process of a kind and waits for its first line.
@@ -110,65 +107,36 @@ func startPart(ctx context.Context, kind string, options, ready any) (*process, 
 	if dir, ok := ctx.Value(profileKey{}).(string); ok {
 		cmd.Env = append(os.Environ(), profileVariable+"="+dir)
 	}
-	return startProcess(ctx, kind, cmd, ready)
+	return startProcess(kind, cmd, ready)
 }
 
-// startProcess starts a program that speaks in lines.
-func startProcess(ctx context.Context, name string, cmd *exec.Cmd, ready any) (*process, error) {
-	p := &process{name: name, cmd: cmd, log: &tail{}}
-	cmd.Stderr = p.log
-	// Ctrl-C reaches the whole group; the children end when their input ends.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	cmd.WaitDelay = 5 * time.Second
-	var err error
-	if p.in, err = cmd.StdinPipe(); err != nil {
-		return nil, err
-	}
-	out, err := cmd.StdoutPipe()
+// startProcess starts a program that speaks in lines and waits for its first.
+func startProcess(name string, cmd *exec.Cmd, ready any) (*process, error) {
+	c, err := child.Start(name, cmd, nil)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("bench: %w", err)
 	}
-	p.lines = bufio.NewScanner(out)
-	p.lines.Buffer(nil, maxLineBytes)
-	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("bench: start process %s: %w", name, err)
-	}
+	p := &process{c, name}
 	if err := p.answer(ready); err != nil {
-		p.kill()
+		p.End()
 		return nil, err
 	}
 	return p, nil
 }
 
-// send gives an order.
-func (p *process) send(order any) error {
-	b, err := json.Marshal(order)
-	if err != nil {
-		return err
-	}
-	if _, err := p.in.Write(append(b, '\n')); err != nil {
-		return p.failure(err)
-	}
-	return nil
-}
-
 // answer reads one answer.
 func (p *process) answer(value any) error {
-	if !p.lines.Scan() {
-		err := p.lines.Err()
-		if err == nil {
+	var a answer
+	if err := p.Next(&a); err != nil {
+		if errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
 		}
-		return p.failure(err)
-	}
-	var a answer
-	if err := json.Unmarshal(p.lines.Bytes(), &a); err != nil {
-		return p.failure(fmt.Errorf("answer %.80q: %w", p.lines.Bytes(), err))
+		return fmt.Errorf("bench: %w", p.Failure(err))
 	}
 	if a.Error != "" {
 		return fmt.Errorf("%w: process %s: %s", base.ErrInternal, p.name, a.Error)
 	}
-	if value == nil {
+	if value == nil || len(a.Value) == 0 {
 		return nil
 	}
 	return json.Unmarshal(a.Value, value)
@@ -176,33 +144,17 @@ func (p *process) answer(value any) error {
 
 // call gives an order and reads the answer.
 func (p *process) call(order, value any) error {
-	if err := p.send(order); err != nil {
+	if err := p.Send(order); err != nil {
 		return err
 	}
 	return p.answer(value)
 }
 
-func (p *process) failure(err error) error {
-	return fmt.Errorf("bench: process %s: %w\n%s", p.name, err, p.log)
-}
-
 // close ends the process in order.
-func (p *process) close() error {
-	_ = p.in.Close()
-	for p.lines.Scan() { // what it still says
-	}
-	if err := p.cmd.Wait(); err != nil {
-		return p.failure(err)
-	}
-	return nil
-}
+func (p *process) close() error { return p.Close() }
 
 // kill ends the process at once.
-func (p *process) kill() {
-	_ = p.cmd.Process.Kill()
-	_ = p.in.Close()
-	_ = p.cmd.Wait()
-}
+func (p *process) kill() { p.End() }
 
 // closeAll ends processes, the last first, and keeps the first error.
 func closeAll(ps ...*process) error {

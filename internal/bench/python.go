@@ -112,5 +112,5 @@ func (p pythonSide) environment() []string {
 func (p pythonSide) start(ctx context.Context) (*process, error) {
 	cmd := exec.CommandContext(ctx, p.interpreter, "-P", p.script) //nolint:gosec // our script
 	cmd.Env = p.environment()
-	return startProcess(ctx, "python", cmd, nil)
+	return startProcess("python", cmd, nil)
 }
