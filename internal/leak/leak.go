@@ -66,6 +66,36 @@ func run(tests func() int, say func(string) (int, error), wait time.Duration, op
 	return code
 }
 
+// Snapshot is what a process has open at a time.
+type Snapshot struct{ open open }
+
+// Take looks at this process.
+func Take() (Snapshot, error) {
+	o, err := snapshot()
+	return Snapshot{o}, err
+}
+
+// Left returns what is open more often than at the snapshot, and goroutines that run,
+// after waiting up to wait for it to close.
+func (s Snapshot) Left(wait time.Duration, opts ...goleak.Option) []string {
+	var left []string
+	for deadline := time.Now().Add(wait); ; time.Sleep(10 * time.Millisecond) {
+		now, err := snapshot()
+		if err != nil {
+			left = []string{err.Error()}
+		} else {
+			left = now.without(s.open)
+		}
+		if len(left) == 0 || time.Now().After(deadline) {
+			break
+		}
+	}
+	if err := goleak.Find(opts...); err != nil {
+		left = append(left, err.Error())
+	}
+	return left
+}
+
 // open counts what a process has open, by description.
 type open map[string]int
 

@@ -52,6 +52,7 @@ var layers = map[string]layer{
 	"internal/fabric":          shells,
 	"internal/flush":           shells,
 	"internal/gpu":             shells,
+	"internal/inject":          shells,
 	"internal/killtest":        shells,
 	"internal/leak":            shells,
 	"internal/media":           shells,
