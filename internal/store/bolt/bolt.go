@@ -51,14 +51,22 @@ type Store struct {
 	path     string
 	db       *bbolt.DB
 	identity Identity
-	sum      sum
-	broken   error // bbolt panicked: its locks are in no known state
+	// unsure: a commit failed, and what of it the disk has is not known.
+	unsure bool
+	broken error // bbolt panicked: its locks are in no known state
 }
 
 var _ store.Store = (*Store)(nil)
 
 // sum is what the store says about all of its values.
 type sum struct{ count, checks uint64 }
+
+func decodeSum(b []byte) (s sum, ok bool) {
+	if len(b) != 16 {
+		return s, false
+	}
+	return sum{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint64(b[8:])}, true
+}
 
 func (s sum) encode() []byte {
 	return binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(nil, s.count), s.checks)
@@ -362,7 +370,7 @@ func (s *Store) walk(kind string, visit func(bucket, key string, value []byte) e
 		if !slices.Equal(meta.Get([]byte(keySum)), got.encode()) {
 			return bad("%d rows do not add up to what was written", got.count)
 		}
-		s.identity, s.sum = id, got
+		s.identity = id
 		return nil
 	})
 }
@@ -405,10 +413,15 @@ func (s *Store) Commit(changes []store.Change) error {
 	if s.db == nil {
 		return fmt.Errorf("%w: store %s", base.ErrClosed, s.path)
 	}
-	next := s.sum
+	if s.unsure {
+		if err := s.rewrite(); err != nil {
+			return fileError("write", s.path, err)
+		}
+		s.unsure = false
+	}
 	finished := false
 	err := s.contain("write", func() error {
-		err := s.db.Update(func(tx *bbolt.Tx) error { return apply(tx, changes, &next) })
+		err := s.db.Update(func(tx *bbolt.Tx) error { return apply(tx, changes) })
 		finished = true
 		return err
 	})
@@ -417,13 +430,44 @@ func (s *Store) Commit(changes []store.Change) error {
 		return s.broken
 	}
 	if err != nil {
+		s.unsure = true
 		return fileError("write", s.path, err)
 	}
-	s.sum = next
 	return nil
 }
 
-func apply(tx *bbolt.Tx, changes []store.Change, total *sum) error {
+// rewrite writes the file's bytes over themselves and syncs it. A sync that failed may
+// have left pages that memory has and the disk has not, and that no later sync writes:
+// the batch, committed again, would lean on them.
+func (s *Store) rewrite() error {
+	f, err := os.OpenFile(s.path, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	info, err := f.Stat()
+	piece := make([]byte, 1<<20)
+	for at := int64(0); err == nil && at < info.Size(); at += int64(len(piece)) {
+		b := piece[:min(int64(len(piece)), info.Size()-at)]
+		if _, err = f.ReadAt(b, at); err == nil {
+			_, err = f.WriteAt(b, at)
+		}
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	if closeErr := f.Close(); err == nil {
+		err = closeErr
+	}
+	return err
+}
+
+// apply changes rows and their sum. The sum is that of the transaction: after a commit
+// that failed the file may have the batch or not.
+func apply(tx *bbolt.Tx, changes []store.Change) error {
+	total, ok := decodeSum(tx.Bucket([]byte(metaBucket)).Get([]byte(keySum)))
+	if !ok {
+		return fmt.Errorf("%w: no sum of the rows", base.ErrCorrupt)
+	}
 	for _, c := range changes {
 		if c.Bucket == metaBucket || c.Bucket == "" || c.Key == "" || len(c.Key) > 255 {
 			return fmt.Errorf("%w: change of bucket %q with a key of %d bytes", base.ErrInvalid, c.Bucket, len(c.Key))
