@@ -133,6 +133,18 @@ func EncodeHeader(h Header) [HeaderBytes]byte {
 	return b
 }
 
+// IsUnfinished reports whether b holds what an initialisation leaves that was cut short
+// before the static line, which comes last: the first slot and nothing else.
+func IsUnfinished(b []byte) bool {
+	if len(b) < HeaderBytes {
+		return false
+	}
+	slot := EncodeSlot(base.PoolID{}, FirstSlot())
+	at := SlotOffset(0)
+	const known = 24 // then the check, which the pool's id is part of
+	return isZero(b[:at]) && bytes.Equal(b[at:at+known], slot[:known]) && isZero(b[at+known+8:HeaderBytes])
+}
+
 // DecodeHeader reads a whole header and picks the newest valid slot. Errors: as
 // DecodeStatic, and ErrCorrupt when no slot is valid.
 func DecodeHeader(b []byte) (Header, error) {

@@ -306,3 +306,26 @@ func BenchmarkCheck(b *testing.B) {
 		})
 	}
 }
+
+// What an initialisation leaves that was cut short is known, and nothing else passes for it.
+func TestUnfinishedHeader(t *testing.T) {
+	h := EncodeHeader(Header{Static: Static{Pool: base.NewID(), Store: base.NewID(), Coherence: base.CoherenceHardware}, Slot: FirstSlot()})
+	if IsUnfinished(h[:]) {
+		t.Error("a whole header passes for one that was cut short")
+	}
+	cut := h
+	clear(cut[:LineBytes])
+	if !IsUnfinished(cut[:]) || IsUnfinished(cut[:LineBytes]) {
+		t.Error("a header without its static line is not known")
+	}
+	for _, at := range []int{0, LineBytes - 1, LineBytes + 8, LineBytes + 20, LineBytes + 32, 2 * LineBytes, HeaderBytes - 1} {
+		other := cut
+		other[at] ^= 0x40
+		if IsUnfinished(other[:]) {
+			t.Errorf("with another byte %d it passes", at)
+		}
+	}
+	if IsUnfinished(make([]byte, HeaderBytes)) {
+		t.Error("nothing passes for it")
+	}
+}

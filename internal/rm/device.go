@@ -210,8 +210,8 @@ func (d *device) writeBack(r core.Region) error {
 }
 
 // isBlank reports whether a device that carries no header holds nothing: its
-// first 2 MiB and the start of each unit behind are zero. Anything else is
-// somebody's.
+// first 2 MiB and the start of each unit behind are zero, but for what an
+// initialisation of ours leaves that was cut short. Anything else is somebody's.
 func (d *device) isBlank() (bool, error) {
 	if d.file.Kind() != dax.KindDevdax && d.origin == originFound {
 		return fileIsBlank(d.file.Path())
@@ -219,7 +219,11 @@ func (d *device) isBlank() (bool, error) {
 	blank := true
 	err := d.m.Guard(func() {
 		b := d.m.Bytes()
-		if blank = allZero(b[:poolfmt.DataOffset]); d.origin == originMade {
+		first := b[:poolfmt.DataOffset]
+		if poolfmt.IsUnfinished(first) {
+			first = first[poolfmt.HeaderBytes:]
+		}
+		if blank = allZero(first); d.origin == originMade {
 			return
 		}
 		for at := poolfmt.DataOffset; blank && at < len(b); at += poolfmt.Alignment {
@@ -259,7 +263,11 @@ func fileIsBlank(path string) (bool, error) {
 			if err != nil && !errors.Is(err, io.EOF) {
 				return false, failed(err)
 			}
-			if !allZero(buf[:n]) {
+			part := buf[:n]
+			if at == 0 && poolfmt.IsUnfinished(part) {
+				part = part[poolfmt.HeaderBytes:] // a start of ours that was cut short
+			}
+			if !allZero(part) {
 				return false, nil
 			}
 			at += poolfmt.TableAlignment

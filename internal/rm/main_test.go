@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
+	"github.com/xcena-dev/maru/internal/inject"
 	"github.com/xcena-dev/maru/internal/leak"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
@@ -36,6 +37,7 @@ func TestMain(m *testing.M) {
 	if raw := os.Getenv(mapperEnv); raw != "" {
 		mapper([]byte(raw))
 	}
+	inject.Main(map[string]inject.Subject{"rm": rmSubject})
 	leak.Check(m)
 }
 
