@@ -27,7 +27,9 @@ func (t *thread) load(ctx context.Context, keys []uint32) int {
 	}
 	ctx, cancel, begin := t.calling(ctx)
 	defer cancel()
-	t.callFailed(ctx, "load", t.w.mu.client.Load(ctx, items, t.codes))
+	if t.callFailed(ctx, "load", t.w.mu.client.Load(ctx, items, t.codes)) {
+		return 0
+	}
 	end := node.BootTime()
 	hits := 0
 	for i, k := range keys {
@@ -76,7 +78,9 @@ func (t *thread) store(ctx context.Context, keys []uint32) int {
 	}
 	ctx, cancel, begin := t.calling(ctx)
 	defer cancel()
-	t.callFailed(ctx, "store", t.w.mu.client.Store(ctx, items, t.codes))
+	if t.callFailed(ctx, "store", t.w.mu.client.Store(ctx, items, t.codes)) {
+		return 0
+	}
 	return t.storedAll(keys, gens, begin)
 }
 
@@ -129,7 +133,9 @@ func (t *thread) storeInPlace(ctx context.Context) {
 		return
 	}
 	item := client.CommitItem{Key: t.packed(k).At(0), Region: page[0].Region, Index: page[0].Index, Length: uint64(n)} //nolint:gosec // positive
-	t.callFailed(ctx, "commit", t.w.mu.client.CommitPages(ctx, []client.CommitItem{item}, t.codes))
+	if t.callFailed(ctx, "commit", t.w.mu.client.CommitPages(ctx, []client.CommitItem{item}, t.codes)) {
+		return
+	}
 	t.storedAll(k, []generation{g}, begin)
 }
 
@@ -160,7 +166,9 @@ func (t *thread) retrieve(ctx context.Context, keys []uint32) {
 	ctx, cancel, begin := t.calling(ctx)
 	defer cancel()
 	c := t.w.mu.client
-	t.callFailed(ctx, "retrieve", c.Retrieve(ctx, t.packed(keys), hot.ModeEach, t.out))
+	if t.callFailed(ctx, "retrieve", c.Retrieve(ctx, t.packed(keys), hot.ModeEach, t.out)) {
+		return
+	}
 	end := node.BootTime()
 	for i, k := range keys {
 		if t.out[i].ID == 0 {
@@ -215,8 +223,7 @@ func (t *thread) pin(ctx context.Context) {
 		return
 	}
 	keys := t.packed(t.pick(1))
-	t.callFailed(ctx, "pin", t.w.mu.client.Pin(ctx, keys, hot.ModeEach, t.codes))
-	if t.codes[0] == base.CodeOK {
+	if !t.callFailed(ctx, "pin", t.w.mu.client.Pin(ctx, keys, hot.ModeEach, t.codes)) && t.codes[0] == base.CodeOK {
 		t.w.say.add(func(c *Counts) { c.Pins++ })
 		t.pins = append(t.pins, keys.At(0))
 	}
@@ -225,8 +232,7 @@ func (t *thread) pin(ctx context.Context) {
 func (t *thread) unpinFirst(ctx context.Context) {
 	keys := hot.AppendKeys(nil, t.pins[:1])
 	t.pins = t.pins[1:]
-	t.callFailed(ctx, "unpin", t.w.mu.client.Unpin(ctx, keys, t.codes))
-	if t.codes[0] != base.CodeOK {
+	if !t.callFailed(ctx, "unpin", t.w.mu.client.Unpin(ctx, keys, t.codes)) && t.codes[0] != base.CodeOK {
 		t.w.say.wrong("unpin of a pinned key: %v", t.codes[0])
 	}
 }

@@ -214,17 +214,21 @@ func (d *driver) hurt(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// progress says now and then how far it is, and ends a run early that has found enough.
+// progress says now and then how far it is and what was found.
 func (d *driver) progress(ctx context.Context) {
 	tick := time.NewTicker(15 * time.Second)
 	defer tick.Stop()
+	said := 0
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
 			c, f := d.judge.counts(), d.faults.sum()
-			_, found := d.judge.findings()
+			texts, found := d.judge.findings()
+			for ; said < len(texts); said++ {
+				d.cfg.Progress("PROBLEM: %s", texts[said])
+			}
 			d.cfg.Progress("%d operations (%d loads, %d views, %d stores, %d deletes), %d kills, %d wrong bytes, %d problems",
 				c.operations(), c.Loads, c.Views, c.Stores, c.Deletes, f.kills(), c.WrongBytes, found)
 		}

@@ -395,9 +395,11 @@ func (t *thread) calling(ctx context.Context) (context.Context, context.CancelFu
 	return ctx, cancel, node.BootTime()
 }
 
-// callFailed reports an error of a call that no fault explains.
-func (t *thread) callFailed(ctx context.Context, call string, err error) {
+// callFailed reports an error of a call that no fault explains. It returns whether the
+// call was made: if not, there are no codes.
+func (t *thread) callFailed(ctx context.Context, call string, err error) bool {
 	if err != nil && ctx.Err() == nil {
 		t.w.say.wrong("%s: %v", call, err)
 	}
+	return err != nil
 }

@@ -65,6 +65,9 @@ func storeSubject(_ context.Context, options json.RawMessage, in io.Reader, say 
 // Each file call of a store fails once: it is told, what was acknowledged is there, the
 // rest wholly or not at all, and the store is sound (W1).
 func TestEachFileCallFails(t *testing.T) {
+	if testing.Short() {
+		t.Skip("some dozens of processes")
+	}
 	inject.Walk(t, func(what string) string {
 		switch {
 		case strings.Contains(what, "fstatat"):
