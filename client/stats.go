@@ -14,7 +14,8 @@ type counters struct {
 	stores, storeBytes, storesAlready, storesFull, storesFailed counter
 	loads, loadBytes                                            counter
 	storeNanos, loadNanos                                       atomic.Int64
-	misses, missesAway, missesExpired, missesUnmapped           counter
+	misses, missesAway, missesRefused                           counter
+	missesExpired, missesUnmapped                               counter
 	corrupt, faults, reconnects, outages, unknown, resolved     counter
 }
 
@@ -25,7 +26,8 @@ func (c *Client) Stats() Stats {
 		Stores: n.stores.Load(), StoreBytes: n.storeBytes.Load(), StoreSeconds: time.Duration(n.storeNanos.Load()).Seconds(),
 		StoresAlready: n.storesAlready.Load(), StoresFull: n.storesFull.Load(), StoresFailed: n.storesFailed.Load(),
 		Loads: n.loads.Load(), LoadBytes: n.loadBytes.Load(), LoadSeconds: time.Duration(n.loadNanos.Load()).Seconds(),
-		Misses: n.misses.Load(), MissesAway: n.missesAway.Load(), MissesExpired: n.missesExpired.Load(),
+		Misses: n.misses.Load(), MissesAway: n.missesAway.Load(), MissesRefused: n.missesRefused.Load(),
+		MissesExpired:  n.missesExpired.Load(),
 		MissesUnmapped: n.missesUnmapped.Load(), Corrupt: n.corrupt.Load(), Faults: n.faults.Load(),
 		Reconnects: n.reconnects.Load(), Outages: n.outages.Load(), Unknown: n.unknown.Load(), Resolved: n.resolved.Load(),
 		Jobs: uint64(max(c.transfers.out.Load(), 0)),

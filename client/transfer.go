@@ -300,10 +300,7 @@ func (c *Client) loadLeased(ctx context.Context, s *loadWork, a *after) {
 	}
 	s.got.batch = &s.batch
 	if err := c.acquire(ctx, l, &s.got, base.LeaseCopy, hot.ModeEach, s.keys); err != nil {
-		if !away(err) && !epochOver(err) {
-			c.limited.warn(c.log, "copy leases were refused; their keys are misses", "error", err)
-		}
-		c.count.missesAway.Add(uint64(len(s.tasks)))
+		c.notLeased(base.LeaseCopy, len(s.tasks), err)
 		return
 	}
 	c.transfers.each(s, len(s.tasks))

@@ -100,6 +100,7 @@ type Stats struct {
 	LoadSeconds      float64
 	Misses           uint64 // the server knew no replica
 	MissesAway       uint64 // the server was away
+	MissesRefused    uint64 // leases were refused: the session has as many as it may (max_leases)
 	MissesExpired    uint64 // the session was not valid when the last byte was read
 	MissesUnmapped   uint64 // the region could not be held or mapped
 	Corrupt          uint64 // a checksum did not hold

@@ -38,6 +38,12 @@ func (c *Client) acquire(ctx context.Context, l *link, a *acquired, kind base.Le
 		if err == nil || try == limitTries || !errors.Is(err, base.ErrLimit) {
 			return err
 		}
+		c.mu.Lock()
+		coming := c.mu.core.LeasesComeBack()
+		c.mu.Unlock()
+		if !coming && try > 0 {
+			return err // all are views': only their owners end them
+		}
 		c.flushReleases(ctx, l)
 		select {
 		case <-ctx.Done():
@@ -45,6 +51,18 @@ func (c *Client) acquire(ctx context.Context, l *link, a *acquired, kind base.Le
 		case <-time.After(time.Millisecond << try):
 		}
 	}
+}
+
+// notLeased counts keys that are misses because no lease was had, and says why if it is
+// not known already.
+func (c *Client) notLeased(kind base.LeaseKind, keys int, err error) {
+	count := uint64(keys) //nolint:gosec // positive
+	if away(err) || epochOver(err) {
+		c.count.missesAway.Add(count)
+		return
+	}
+	c.count.missesRefused.Add(count)
+	c.limited.warn(c.log, "leases were refused; their keys are misses", "kind", kind, "error", err)
 }
 
 func (c *Client) acquireOnce(ctx context.Context, l *link, a *acquired, kind base.LeaseKind, mode hot.Mode, keys hot.Keys) error {
@@ -189,10 +207,7 @@ func (c *Client) eachView(ctx context.Context, keys hot.Keys, mode hot.Mode, use
 		a := acquired{batch: &session.Batch{}} // lives as long as its views
 		part := keys[first*base.KeyBytes : last*base.KeyBytes]
 		if err := c.acquire(ctx, l, &a, base.LeaseView, mode, part); err != nil {
-			if !away(err) && !epochOver(err) {
-				c.limited.warn(c.log, "view leases were refused; their keys are misses", "error", err)
-			}
-			c.count.missesAway.Add(uint64(n - first))
+			c.notLeased(base.LeaseView, n-first, err)
 			return nil
 		}
 		hits := 0

@@ -215,6 +215,18 @@ func (c *Core) Released(rows []Release, server base.ServerEpoch, answered bool) 
 // Pending returns how much waits for the server: releases and acknowledgements.
 func (c *Core) Pending() int { return len(c.releases) + len(c.cleared) + len(c.reclaimed) }
 
+// LeasesComeBack reports whether leases are out, or given back and not told, that end
+// without the owner of a view.
+func (c *Core) LeasesComeBack() bool {
+	views := 0
+	for _, b := range c.book {
+		if b.Kind == base.LeaseView {
+			views += b.live
+		}
+	}
+	return len(c.releases) > 0 || c.leases > views
+}
+
 // Leases returns how many leases are out.
 func (c *Core) Leases() int { return c.leases }
 
