@@ -137,7 +137,7 @@ func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Cli
 	c.resolve()
 	c.log = c.cfg.Logger.With("session", id.String(), "instance", c.cfg.InstanceID)
 	c.closing.idle, c.closing.done = make(chan struct{}), make(chan struct{})
-	c.manager.client = c
+	c.manager.client, c.manager.secret = c, newSessionSecret()
 	c.mu.core = session.New(session.Config{Session: id, MaxIdleMappings: cfg.IdleMappings})
 	c.mu.layouts = map[LayoutID]*layout{}
 	c.mu.pools = map[uint32]pool{}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path/filepath"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -124,6 +125,12 @@ type Config struct {
 	// Prefault touches own memory in the background. Default on.
 	Prefault Switch
 
+	// AgentSocket is the Unix socket of this node's agent (maru-remote-cxl-agent), which
+	// vouches for this process where the resource manager runs on another node. Default:
+	// agent.sock in /run/maru, else in $XDG_RUNTIME_DIR/maru, of root or of this user;
+	// "none": no agent is looked for.
+	AgentSocket string
+
 	// ConnectLater: Open succeeds although the server is away; everything misses until
 	// it comes. Default off.
 	ConnectLater Switch
@@ -202,6 +209,9 @@ func (c *Config) Validate() error {
 		if n.value < 0 || n.value > n.most {
 			bad("%s is %d; allowed: 0 (default) to %d", n.name, n.value, n.most)
 		}
+	}
+	if c.AgentSocket != "" && c.AgentSocket != NoAgent && !filepath.IsAbs(c.AgentSocket) {
+		bad("AgentSocket is %q; allowed: an absolute path, none, or empty for the default places", c.AgentSocket)
 	}
 	if c.DeviceCopy > engine.AlwaysDirect {
 		bad("DeviceCopy is %d; allowed: auto, staged, direct", c.DeviceCopy)

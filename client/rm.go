@@ -24,6 +24,10 @@ import (
 // Concurrency: safe. Locks: manager.mu is held over the making of a connection only.
 type manager struct {
 	client *Client
+	// secret shows the RM that a call is this session's, where the RM cannot see the
+	// process; made once.
+	secret []byte
+	agent  nodeAgent
 	mu     struct {
 		sync.Mutex
 		conn     *grpc.ClientConn
@@ -78,6 +82,7 @@ func (m *manager) connect(ctx context.Context, address string) (maruv1.ResourceM
 	if err != nil {
 		return nil, nil, err
 	}
+	m.agent.manager(d, string(d.GetBootId()) == string(m.client.node.Boot[:]))
 	a, _ := rpc.ParseAddress(address)
 	if a.Network == "tcp" && d.GetUnixPath() != "" && string(d.GetBootId()) == string(m.client.node.Boot[:]) {
 		unix := "unix:" + d.GetUnixPath()
@@ -119,7 +124,9 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 		return nil, err
 	}
 	c := m.client
+	vouched := m.vouch(ctx, l)
 	req := &maruv1.HoldRequest{
+		SessionSecret: m.secret, Vouched: vouched,
 		SessionId: c.sessionID(), ServerId: l.resp.GetServerId(), OwnerIncarnation: l.owner.Load(),
 		Views: c.cfg.Views == On, Sequence: m.next(), Handles: handles, NodeId: c.node.Node[:], BootId: c.node.Boot[:],
 	}
@@ -140,6 +147,9 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 		if lost {
 			c.queueUnholds(handles)
 		}
+		if vouched && errors.Is(err, base.ErrStale) {
+			m.agent.again() // an operator may have dropped the session there
+		}
 		return nil, fmt.Errorf("holding %d regions: %w", len(handles), err)
 	}
 	if len(resp.GetRegions()) != len(handles) {
@@ -154,10 +164,7 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 	m.mu.watching = true
 	m.mu.Unlock()
 	if !resp.GetProvable() {
-		c.notProvable.Do(func() {
-			c.log.Warn("the resource manager cannot prove the end of this process: what it holds comes back only by a clean close, an operator or a reboot",
-				"reason", resp.GetReason())
-		})
+		m.notProvable(l, resp.GetReason())
 	}
 	if watch {
 		c.wg.Go(func() { m.watch(api) })
@@ -183,7 +190,7 @@ func (m *manager) unhold(ctx context.Context, handles []*maruv1.RegionHandle) (r
 		n := min(len(handles), most)
 		cctx, cancel := context.WithTimeout(ctx, m.client.cfg.RPCTimeout)
 		_, err := api.Unhold(cctx, &maruv1.UnholdRequest{
-			SessionId: m.client.sessionID(), Sequence: m.next(), Handles: handles[:n], HoldToken: token,
+			SessionId: m.client.sessionID(), Sequence: m.next(), Handles: handles[:n], HoldToken: token, SessionSecret: m.secret,
 		})
 		cancel()
 		switch {
@@ -231,7 +238,7 @@ func (m *manager) watch(api maruv1.ResourceManagerClient) {
 	c := m.client
 	backoff := firstBackoff
 	for c.ctx.Err() == nil {
-		stream, err := api.WatchSession(c.ctx, &maruv1.WatchSessionRequest{SessionId: c.sessionID()})
+		stream, err := api.WatchSession(c.ctx, &maruv1.WatchSessionRequest{SessionId: c.sessionID(), SessionSecret: m.secret})
 		for err == nil {
 			var e *maruv1.SessionRegionEvent
 			if e, err = stream.Recv(); err == nil && e.GetDraining() {
@@ -260,7 +267,7 @@ func (m *manager) prove(ctx context.Context, l *link, id base.PoolID) error {
 	c := m.client
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
 	defer cancel()
-	start, err := api.StartDomainProof(ctx, &maruv1.StartDomainProofRequest{SessionId: c.sessionID(), PoolId: id[:]})
+	start, err := api.StartDomainProof(ctx, &maruv1.StartDomainProofRequest{SessionId: c.sessionID(), PoolId: id[:], SessionSecret: m.secret})
 	if err != nil {
 		return err
 	}
@@ -294,7 +301,7 @@ func (m *manager) prove(ctx context.Context, l *link, id base.PoolID) error {
 		return err
 	}
 	_, err = api.FinishDomainProof(ctx, &maruv1.FinishDomainProofRequest{
-		SessionId: c.sessionID(), PoolId: id[:], Slot: start.GetSlot(), Nonce: nonce.Value[:],
+		SessionId: c.sessionID(), PoolId: id[:], Slot: start.GetSlot(), Nonce: nonce.Value[:], SessionSecret: m.secret,
 	})
 	return err
 }

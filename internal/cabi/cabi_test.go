@@ -73,7 +73,7 @@ func TestConfig(t *testing.T) {
 	text, err := json.Marshal(map[string]any{
 		"server_address": "tcp://h:1", "instance_id": "i", "engine_id": "e", "role": "scheduler", "rank": 1, "world_size": 2,
 		"namespace_hex": hex.EncodeToString(enc), "auto_expand": false, "checksums": true, "write_order": []string{"cxl", "cpu"},
-		"rpc_timeout_ms": 1500, "go_max_procs": 3, "queue_jobs": 7, "idle_mappings": 9,
+		"rpc_timeout_ms": 1500, "go_max_procs": 3, "queue_jobs": 7, "idle_mappings": 9, "agent_socket": "/a.sock",
 		"cpu_numa_node": 0, "cpu_hugepages": "1G",
 	})
 	if err != nil {
@@ -85,7 +85,7 @@ func TestConfig(t *testing.T) {
 	}
 	if c.Client.Role != base.RoleScheduler || c.Client.Rank != 1 || c.Client.WorldSize != 2 || !bytes.Equal(c.Client.Namespace, enc) ||
 		c.Client.AutoExpand != client.Off || c.Client.Checksums != client.On || c.Client.Prefault != client.Default ||
-		c.Client.RPCTimeout != 1500*time.Millisecond || c.GoMaxProcs != 3 || c.Client.QueueJobs != 7 || c.Client.IdleMappings != 9 ||
+		c.Client.RPCTimeout != 1500*time.Millisecond || c.GoMaxProcs != 3 || c.Client.QueueJobs != 7 || c.Client.IdleMappings != 9 || c.Client.AgentSocket != "/a.sock" ||
 		c.Client.CPUNUMANode == nil || *c.Client.CPUNUMANode != 0 || c.Client.CPUHugePages != client.HugePages1G ||
 		len(c.Client.WriteOrder) != 2 || c.Client.WriteOrder[0] != base.MediumCXL {
 		t.Errorf("%+v", c)

@@ -59,6 +59,8 @@ type config struct {
 	DeviceCopy         string `json:"device_copy"`
 	DeviceStagingBytes uint64 `json:"device_staging_bytes"`
 
+	AgentSocket string `json:"agent_socket"`
+
 	ConnectLater     *bool `json:"connect_later"`
 	HotConnections   int   `json:"hot_connections"`
 	RPCTimeoutMS     int64 `json:"rpc_timeout_ms"`
@@ -104,8 +106,8 @@ func ParseConfig(text []byte) (Config, error) {
 		AutoExpand: toSwitch(c.AutoExpand), Checksums: toSwitch(c.Checksums), ViewChecksums: toSwitch(c.ViewChecksums),
 		CopyThreads: c.CopyThreads, QueueJobs: c.QueueJobs, EagerMap: toSwitch(c.EagerMap), IdleMappings: c.IdleMappings, Views: toSwitch(c.Views),
 		Overcommit: toSwitch(c.Overcommit), Prefault: toSwitch(c.Prefault),
-		DeviceStagingBytes: c.DeviceStagingBytes,
-		ConnectLater:       toSwitch(c.ConnectLater), HotConnections: c.HotConnections,
+		DeviceStagingBytes: c.DeviceStagingBytes, AgentSocket: c.AgentSocket,
+		ConnectLater: toSwitch(c.ConnectLater), HotConnections: c.HotConnections,
 	}
 	switch c.Role {
 	case "", "worker":

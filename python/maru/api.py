@@ -104,6 +104,7 @@ class ClientConfig:
     queue_jobs: int | None = None
     eager_map: bool | None = None
     idle_mappings: int | None = None
+    agent_socket: str | None = None
     views: bool | None = None
     overcommit: bool | None = None
     prefault: bool | None = None
