@@ -26,9 +26,8 @@ type manager struct {
 
 func (t *tool) rmCommand() *cobra.Command {
 	var (
-		address string
-		asJSON  bool
-		confirm bool
+		address, server, session string
+		asJSON, confirm          bool
 	)
 	cmd := &cobra.Command{Use: "rm", Short: "Look at a resource manager, and act as its operator"}
 	cmd.PersistentFlags().StringVar(&address, "address", fmt.Sprintf("%s:%d", rm.DefaultHost, rm.DefaultPort),
@@ -49,19 +48,28 @@ func (t *tool) rmCommand() *cobra.Command {
 			},
 		}
 	}
-	dropHolds := sub("drop-holds NODE", "The operator's word that a node's mappers are gone", cobra.ExactArgs(1),
-		func(ctx context.Context, m *manager, args []string) error { return m.dropHolds(ctx, args[0], confirm) })
+	dropHolds := sub("drop-holds [NODE]", "The operator's word that a node's mappers, or one session, are gone", cobra.MaximumNArgs(1),
+		func(ctx context.Context, m *manager, args []string) error {
+			return m.dropHolds(ctx, append(args, "")[0], session, confirm)
+		})
+	dropHolds.Flags().StringVar(&session, "session", "", "id of one session, in place of a node")
 	dropOwner := sub("drop-owner ID", "End an owner: its regions are freed, or drain", cobra.ExactArgs(1),
 		func(ctx context.Context, m *manager, args []string) error { return m.dropOwner(ctx, args[0], confirm) })
-	for _, c := range []*cobra.Command{dropHolds, dropOwner} {
+	dropAgent := sub("drop-agent ID", "End an agent whose state is lost: what it vouched for stays held, and is not provable", cobra.ExactArgs(1),
+		func(ctx context.Context, m *manager, args []string) error { return m.dropAgent(ctx, args[0], confirm) })
+	holds := sub("holds", "Who holds what since when, why it is not free, and who must act", cobra.NoArgs,
+		func(ctx context.Context, m *manager, _ []string) error { return m.holds(ctx, server) })
+	holds.Flags().StringVar(&server, "server", defaultServer, "HOST:PORT or unix:/path of the server that tells which sessions are suspect; empty asks none")
+	for _, c := range []*cobra.Command{dropHolds, dropOwner, dropAgent} {
 		c.Flags().BoolVar(&confirm, "confirm", false, "it is true: nothing of it maps or writes the pool any more")
 	}
 	cmd.AddCommand(
 		sub("pools", "List the pools", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.pools(ctx) }),
 		sub("regions", "List the regions", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.regions(ctx) }),
-		sub("holds", "Who holds what since when, and who must act", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.holds(ctx) }),
+		holds,
+		sub("agents", "List the agents, which vouch for mappers on other nodes", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.agents(ctx) }),
 		sub("owners", "List the owners", cobra.NoArgs, func(ctx context.Context, m *manager, _ []string) error { return m.owners(ctx) }),
-		dropHolds, dropOwner)
+		dropHolds, dropOwner, dropAgent)
 	return cmd
 }
 
@@ -129,29 +137,6 @@ func (m *manager) regions(ctx context.Context) error {
 	})
 }
 
-func (m *manager) holds(ctx context.Context) error {
-	all := &maruv1.ListHoldsResponse{}
-	req := &maruv1.ListHoldsRequest{Limit: 1000}
-	for {
-		r, err := m.ListHolds(ctx, req)
-		if err != nil {
-			return err
-		}
-		all.Holds = append(all.Holds, r.GetHolds()...)
-		if !r.GetMore() || len(r.GetHolds()) == 0 {
-			break
-		}
-		last := r.GetHolds()[len(r.GetHolds())-1]
-		req.AfterSessionId, req.AfterRegionId = last.GetSessionId(), last.GetRegionId()
-	}
-	return m.table(all, "REGION\tPOOL\tSESSION\tPID\tNODE\tVIEWS\tPROVABLE\tDRAINING\tSINCE\tWHO MUST ACT", func(w *tabwriter.Writer) {
-		for _, h := range all.GetHolds() {
-			_, _ = fmt.Fprintf(w, "%d\t%s\t%s\t%d\t%s\t%t\t%t\t%t\t%s\t%s\n", h.GetRegionId(), idText(h.GetPoolId()), idText(h.GetSessionId()), h.GetProcess().GetPid(),
-				idText(h.GetNodeId()), h.GetViews(), h.GetProvable(), h.GetDraining(), since(h.GetSinceUnixMs()), h.GetCure())
-		}
-	})
-}
-
 func (m *manager) owners(ctx context.Context) error {
 	r, err := m.ListOwners(ctx, &maruv1.ListOwnersRequest{})
 	if err != nil {
@@ -163,22 +148,6 @@ func (m *manager) owners(ctx context.Context) error {
 				o.GetRegionCount(), settings.FormatSize(o.GetAllocatedBytes()), since(o.GetStartedUnixMs()))
 		}
 	})
-}
-
-func (m *manager) dropHolds(ctx context.Context, node string, confirm bool) error {
-	id, err := base.ParseID(node)
-	if err != nil {
-		return fmt.Errorf("NODE: %w", err)
-	}
-	if !confirm {
-		return fmt.Errorf("%w: drop-holds needs --confirm: a mapper of node %s that still runs would go on reading and writing memory that others get", base.ErrDenied, node)
-	}
-	r, err := m.DropHolds(ctx, &maruv1.DropHoldsRequest{NodeId: id[:], Confirm: true})
-	if err != nil {
-		return err
-	}
-	_, err = fmt.Fprintf(m.cmd.OutOrStdout(), "%d holds dropped\n", r.GetDropped())
-	return err
 }
 
 func (m *manager) dropOwner(ctx context.Context, owner string, confirm bool) error {

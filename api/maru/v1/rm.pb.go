@@ -3034,6 +3034,7 @@ type HoldInfo struct {
 	ReadOnly         bool                   `protobuf:"varint,20,opt,name=read_only,json=readOnly,proto3" json:"read_only,omitempty"`
 	OwnerId          []byte                 `protobuf:"bytes,21,opt,name=owner_id,json=ownerId,proto3" json:"owner_id,omitempty"` // of the region
 	OwnerName        string                 `protobuf:"bytes,22,opt,name=owner_name,json=ownerName,proto3" json:"owner_name,omitempty"`
+	SessionState     string                 `protobuf:"bytes,23,opt,name=session_state,json=sessionState,proto3" json:"session_state,omitempty"` // live, suspect, left, kept: as its server says; set by `maru rm holds`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -3218,6 +3219,13 @@ func (x *HoldInfo) GetOwnerId() []byte {
 func (x *HoldInfo) GetOwnerName() string {
 	if x != nil {
 		return x.OwnerName
+	}
+	return ""
+}
+
+func (x *HoldInfo) GetSessionState() string {
+	if x != nil {
+		return x.SessionState
 	}
 	return ""
 }
@@ -5105,7 +5113,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"ownerToken\"X\n" +
 	"\x13ListRegionsResponse\x12-\n" +
 	"\aregions\x18\x01 \x03(\v2\x13.maru.v1.RegionInfoR\aregions\x12\x12\n" +
-	"\x04more\x18\x02 \x01(\bR\x04more\"\x8d\x05\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\"\xb2\x05\n" +
 	"\bHoldInfo\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x1b\n" +
@@ -5131,7 +5139,8 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\tread_only\x18\x14 \x01(\bR\breadOnly\x12\x19\n" +
 	"\bowner_id\x18\x15 \x01(\fR\aownerId\x12\x1d\n" +
 	"\n" +
-	"owner_name\x18\x16 \x01(\tR\townerName\"\x99\x01\n" +
+	"owner_name\x18\x16 \x01(\tR\townerName\x12#\n" +
+	"\rsession_state\x18\x17 \x01(\tR\fsessionState\"\x99\x01\n" +
 	"\x10ListHoldsRequest\x12(\n" +
 	"\x10after_session_id\x18\x01 \x01(\fR\x0eafterSessionId\x12&\n" +
 	"\x0fafter_region_id\x18\x02 \x01(\rR\rafterRegionId\x12\x14\n" +
