@@ -21,6 +21,9 @@
 // BootPair gives two machines on one pool with a network between them: two hosts
 // that share CXL memory. With SoftRoCE the network has RDMA verbs.
 //
+// TestWatcher uses that for a node without a resource manager: its agent vouches for
+// engines in pid namespaces of their own.
+//
 // Build tag: vmlab. Run it by `make vmlab`.
 //
 // Facts measured here, which tests may lean on:
