@@ -13,12 +13,16 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/inject"
 	"github.com/xcena-dev/maru/internal/leak"
 	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/session"
 )
 
-func TestMain(m *testing.M) { leak.Check(m) }
+func TestMain(m *testing.M) {
+	inject.Main(map[string]inject.Subject{"client": clientSubject})
+	leak.Check(m)
+}
 
 const testPage = 256 << 10
 

@@ -11,6 +11,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/xcena-dev/maru/internal/inject"
 	"github.com/xcena-dev/maru/internal/keys"
 	"github.com/xcena-dev/maru/internal/node"
 )
@@ -26,6 +27,7 @@ func TestMain(m *testing.M) {
 		childServer()
 		return
 	}
+	inject.Main(map[string]inject.Subject{"server": serverSubject})
 	goleak.VerifyTestMain(m)
 }
 
