@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/gpu/engine"
 	fakegpu "github.com/xcena-dev/maru/internal/gpu/fake"
 )
 
@@ -130,5 +131,46 @@ func TestDeviceTransfers(t *testing.T) {
 				t.Fatal(err)
 			}
 		})
+	}
+}
+
+// A layout has the way of its runs measured; another one of the same runs shares it.
+func TestDeviceWayIsMeasured(t *testing.T) {
+	f, d := startFake(t), fakegpu.New()
+	d.Faults.Cost = func(a *engine.Launch) time.Duration {
+		if a.Way == engine.Staged {
+			return 20 * time.Millisecond
+		}
+		return 0
+	}
+	const run = 16 << 10
+	cache := newGPUCache(d, 3, 16, run, true)
+	blocks := []uint32{3, 0}
+	c := open(t, gpuConfig(f, d, len(cache.object(blocks)), run))
+	var ids [2]LayoutID
+	for i := range ids {
+		var err error
+		if ids[i], err = c.RegisterDeviceLayout(cache.layout, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.mu.Lock()
+	choice, other := c.mu.layouts[ids[0]].deviceRuns.Choice, c.mu.layouts[ids[1]].deviceRuns.Choice
+	c.mu.Unlock()
+	if choice == nil || choice != other {
+		t.Fatalf("choices %p and %p", choice, other)
+	}
+	for _, dir := range []engine.Direction{engine.Save, engine.Load} {
+		eventually(t, "the choice", func() bool { way, ok := choice.Way(dir); return ok && way == engine.Direct })
+	}
+	codes := make([]base.Code, 1)
+	if err := c.StoreAfter(t.Context(), []StoreItem{{Key: key(1), Layout: ids[0], Blocks: blocks}}, codes, 5); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "store", codes[0], base.CodeOK)
+	got := make([]byte, len(cache.object(blocks)))
+	want(t, "load", loadOne(t, c, 1, got), base.CodeOK)
+	if !bytes.Equal(got, cache.object(blocks)) {
+		t.Error("bytes differ")
 	}
 }

@@ -62,7 +62,7 @@ func (f *fake) serveConn(conn net.Conn) {
 		if err != nil {
 			return
 		}
-		for f.hang.Load() {
+		for f.hang.Load() || h.Op == hot.OpCommit && f.hangCommit.Load() {
 			time.Sleep(time.Millisecond)
 		}
 		out, err := f.answer(s, h, payload)

@@ -43,7 +43,8 @@ type fake struct {
 	boot    []byte
 	ttl     atomic.Int64 // ms
 	// hang: hot calls are not answered.
-	hang atomic.Bool
+	hang       atomic.Bool
+	hangCommit atomic.Bool // of Commit alone
 	// loseOpens: the answers of that many Open calls are lost. denyOpens: that many are denied.
 	loseOpens atomic.Int32
 	denyOpens atomic.Int32

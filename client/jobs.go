@@ -47,6 +47,7 @@ type job struct {
 	blocks []uint32
 	codes  []base.Code
 	after  after
+	copied bool // nothing reads the memory of stores any more
 	done   bool
 }
 
@@ -113,7 +114,12 @@ func (t *transfers) thread() {
 
 func (t *transfers) runJob(j *job) {
 	if len(j.stores) > 0 {
-		t.c.store(t.c.ctx, j.stores, j.codes, &j.after)
+		t.c.store(t.c.ctx, j.stores, j.codes, &j.after, func() {
+			t.mu.Lock()
+			j.copied = true
+			t.signalLocked()
+			t.mu.Unlock()
+		})
 	} else {
 		t.c.load(t.c.ctx, j.loads, j.codes, &j.after)
 	}
@@ -283,7 +289,22 @@ func (t *transfers) submit(j *job, n int) (JobID, error) {
 	return j.id, nil
 }
 
-// EventFD returns a descriptor that is readable while finished jobs wait for Completed.
+// JobCopied reports whether the memory of a job's items is the caller's again: a store
+// has read it, though its objects may not be published yet, or the job is finished.
+// Errors: ErrNotFound for a job that is unknown or was forgotten.
+func (c *Client) JobCopied(id JobID) (bool, error) {
+	t := &c.transfers
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	j := t.mu.jobs[id]
+	if j == nil {
+		return false, fmt.Errorf("%w: job %d", base.ErrNotFound, id)
+	}
+	return j.copied || j.done, nil
+}
+
+// EventFD returns a descriptor that is readable while finished jobs wait for Completed; it
+// also becomes readable when JobCopied of a store turns true, until the next Completed.
 // Ownership: the client's, until Close; -1 after it.
 func (c *Client) EventFD() int {
 	c.transfers.mu.Lock()

@@ -37,7 +37,7 @@ func (c *Client) StoreAfter(ctx context.Context, items []StoreItem, codes []base
 		return err
 	}
 	defer a.forget()
-	c.store(ctx, items, codes, &a)
+	c.store(ctx, items, codes, &a, nil)
 	return nil
 }
 
@@ -71,7 +71,9 @@ func (c *Client) measure(runs [][]byte, id LayoutID, blocks []uint32) (size uint
 	return size, l, nil
 }
 
-func (c *Client) store(ctx context.Context, items []StoreItem, codes []base.Code, a *after) {
+// store stores the items. copied, which may be nil, is called once nothing reads their
+// memory any more: what comes then is the server's.
+func (c *Client) store(ctx context.Context, items []StoreItem, codes []base.Code, a *after, copied func()) {
 	began := time.Now()
 	s := storeWorks.Get().(*storeWork)
 	s.c, s.items, s.tasks, s.keys = c, items, s.tasks[:0], s.keys[:0]
@@ -109,6 +111,9 @@ func (c *Client) store(ctx context.Context, items []StoreItem, codes []base.Code
 	c.placePages(ctx, s, codes)
 	c.transfers.each(s, len(s.tasks))
 	c.saveOnDevice(s, a)
+	if copied != nil {
+		copied()
+	}
 
 	b := commits.Get().(*commitBatch)
 	defer b.put()

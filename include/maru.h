@@ -303,11 +303,15 @@ int32_t maru_load(maru_handle client, const maru_batch *batch, int32_t *codes,
  * GPU. UNSUPPORTED for a stream that is being captured. */
 int32_t maru_submit_store(maru_handle client, const maru_batch *batch, maru_handle *job);
 int32_t maru_submit_load(maru_handle client, const maru_batch *batch, maru_handle *job);
-/* Readable while finished jobs wait. The descriptor is the library's. */
+/* Readable while finished jobs wait, and once when a store's blocks are the caller's
+ * again. The descriptor is the library's. */
 int32_t maru_event_fd(maru_handle client, int32_t *fd);
 /* Hands out finished jobs, each once. */
 int32_t maru_completed(maru_handle client, uint32_t cap, maru_handle *jobs,
                        uint32_t *count);
+/* OK when the memory of a job's items is the caller's again: a store has read it, though
+ * its outcome may not be known yet. PENDING before. */
+int32_t maru_job_copied(maru_handle client, maru_handle job);
 /* PENDING while the job runs. Else one code an item, and the job is forgotten.
  * LIMIT when cap is below the items; then the job stays. */
 int32_t maru_job_result(maru_handle client, maru_handle job, uint32_t cap,

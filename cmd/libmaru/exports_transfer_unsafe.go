@@ -247,6 +247,12 @@ func maruGoCompleted(client C.maru_handle, limit C.uint32_t, jobs *C.maru_handle
 	return status(err)
 }
 
+//export maruGoJobCopied
+func maruGoJobCopied(client, job C.maru_handle) (rc C.int32_t) {
+	defer contain(&rc)
+	return status(library.JobCopied(uint64(client), uint64(job)))
+}
+
 //export maruGoJobResult
 func maruGoJobResult(client, job C.maru_handle, limit C.uint32_t, codes *C.int32_t) (rc C.int32_t) {
 	defer contain(&rc)

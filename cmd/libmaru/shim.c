@@ -275,6 +275,11 @@ int32_t maru_completed(maru_handle client, uint32_t cap, maru_handle *jobs, uint
   return maruGoCompleted(client, cap, jobs, count);
 }
 
+int32_t maru_job_copied(maru_handle client, maru_handle job) {
+  ENTER;
+  return maruGoJobCopied(client, job);
+}
+
 int32_t maru_job_result(maru_handle client, maru_handle job, uint32_t cap, int32_t *codes) {
   ENTER;
   return maruGoJobResult(client, job, cap, codes);

@@ -51,6 +51,7 @@ type Client interface {
 	SubmitLoadAfter(items []client.LoadItem, s client.Stream) (client.JobID, error)
 	EventFD() int
 	Completed(dst []client.JobID) int
+	JobCopied(job client.JobID) (bool, error)
 	JobResult(job client.JobID, codes []base.Code) (bool, error)
 }
 

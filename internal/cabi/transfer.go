@@ -315,6 +315,24 @@ func (l *Library) Completed(h uint64, out []uint64) (count int, err error) {
 	return count, err
 }
 
+// JobCopied tells whether the memory of a job's items is the caller's again.
+//
+// Errors: ErrPending while it is not, ErrNotFound for a job that is unknown or was
+// forgotten.
+func (l *Library) JobCopied(h, job uint64) error {
+	return l.call(h, "job copied", func(e *entry) error {
+		id, err := numberOf(KindJob, job)
+		if err != nil {
+			return err
+		}
+		copied, err := e.client.JobCopied(client.JobID(id))
+		if err == nil && !copied {
+			err = fmt.Errorf("%w: job %#x still copies", base.ErrPending, job)
+		}
+		return err
+	})
+}
+
 // JobResult copies a finished job's codes out and forgets the job.
 //
 // Errors: ErrPending while it runs, ErrLimit when codes is too short (the job

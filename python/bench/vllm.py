@@ -40,6 +40,9 @@ class _Nothing:
     def done(self) -> bool:
         return True
 
+    def answered_at(self) -> float | None:
+        return None
+
     def leading(self) -> int:
         return 0
 
@@ -175,6 +178,9 @@ class _Transfers:
 
     def completed(self) -> list[int]:
         return self.client.completed()
+
+    def copied(self, job: int) -> bool:
+        return self.client.job_copied(job)
 
     def job_codes(self, job: int) -> Any:
         return self.client.job_result(job)

@@ -175,6 +175,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "maru_submit_load": (c_int32, (c_uint64, c_void_p, _U64P)),
     "maru_event_fd": (c_int32, (c_uint64, _I32P)),
     "maru_completed": (c_int32, (c_uint64, c_uint32, c_void_p, _U32P)),
+    "maru_job_copied": (c_int32, (c_uint64, c_uint64)),
     "maru_job_result": (c_int32, (c_uint64, c_uint64, c_uint32, c_void_p)),
 }
 

@@ -489,6 +489,19 @@ class Client:
         self._check(self._lib.maru_completed(self._handle, limit, _lib.address(jobs), count))
         return jobs[: count.value].tolist()
 
+    def job_copied(self, job: int) -> bool:
+        """Whether the memory of a job's items is the caller's again: a store has read it, though
+        its outcome may not be known yet. ``event_fd`` becomes readable then.
+
+        Raises:
+            NotFoundError: no such job.
+        """
+        status = self._lib.maru_job_copied(self._handle, job)
+        if status == Code.PENDING:
+            return False
+        self._check(status)
+        return True
+
     def job_result(self, job: int) -> array[int] | None:
         """Returns a job's codes and forgets the job; None while it runs.
 

@@ -36,15 +36,19 @@ _MEDIA = {1: "cpu", 2: "cxl", 3: "ssd"}
 class _Probe:
     """The result of one lookup; written by the lookup thread, once."""
 
-    __slots__ = ("_leading", "_reason", "_verdicts")
+    __slots__ = ("_at", "_leading", "_reason", "_verdicts")
 
     def __init__(self) -> None:
         self._leading: int | None = None
+        self._at: float | None = None
         self._reason = "not_stored"
         self._verdicts = b""
 
     def done(self) -> bool:
         return self._leading is not None
+
+    def answered_at(self) -> float | None:
+        return self._at
 
     def leading(self) -> int:
         assert self._leading is not None
@@ -61,7 +65,7 @@ class _Probe:
         return out
 
     def finish(self, leading: int, verdicts: bytes, reason: str) -> None:
-        self._verdicts, self._reason = verdicts, reason
+        self._verdicts, self._reason, self._at = verdicts, reason, time.monotonic()
         self._leading = leading  # last: done() is read by another thread
 
 

@@ -61,6 +61,9 @@ class LookupResult(Protocol):
     def done(self) -> bool:
         """Whether the rest is known."""
 
+    def answered_at(self) -> float | None:
+        """When it became done, in seconds of the scheduler's clock; None: not known."""
+
     def leading(self) -> int:
         """Leading chunks that every target worker can read; 0 when the server is away."""
 
@@ -251,7 +254,9 @@ class SchedulerRole:
         outcome = "hit" if found else reason if reason in ("unreachable", "timeout") else "miss"
         self.tally.add("lookups", label=outcome)
         self.tally.add("lookup_tokens", state.looked_up * self._chunk_tokens)
-        self.tally.sample("lookup_seconds", self._clock() - state.asked_at)
+        # When the answer came, not when the engine asked for it in a later step.
+        at = state.lookup.answered_at()
+        self.tally.sample("lookup_seconds", max(0.0, (self._clock() if at is None else at) - state.asked_at))
         state.record.update(asked=state.looked_up * self._chunk_tokens, found=found * self._chunk_tokens, reason=reason)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -612,6 +617,9 @@ class _TimedOut:
 
     def done(self) -> bool:
         return True
+
+    def answered_at(self) -> float | None:
+        return None
 
     def leading(self) -> int:
         return 0

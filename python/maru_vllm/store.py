@@ -113,6 +113,9 @@ class ClientTransfers:
     def completed(self) -> list[int]:
         return self.client.completed()
 
+    def copied(self, job: int) -> bool:
+        return self.client.job_copied(job)
+
     def job_codes(self, job: int) -> Sequence[int]:
         codes = self.client.job_result(job)
         assert codes is not None, "a completed job has a result"

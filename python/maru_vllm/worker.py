@@ -16,7 +16,8 @@ Invariants:
   W2  A store's source blocks are not reported as free before each of its chunks has
       been copied or given up.
   W3  A preempted request's chunks that are not submitted are dropped; those that are
-      submitted end before before_overwrite returns (R18).
+      submitted are copied before before_overwrite returns (R18). Their commit may be
+      under way then.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ class Transfers(Protocol):
     def completed(self) -> list[int]:
         """Jobs that have ended, each once."""
 
+    def copied(self, job: int) -> bool:
+        """Whether a store that was not handed out as ended has read its blocks; wait() returns then too."""
+
     def job_codes(self, job: int) -> Sequence[int]:
         """Outcome of each object of an ended job; 0 is success. Once per job."""
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when a job has ended or the time is over."""
+        """Returns when a job has ended, a store was copied, or the time is over."""
 
     def close(self, timeout_s: float) -> None: ...
 
@@ -163,7 +167,6 @@ class WorkerRole:
         self._store_jobs: dict[int, list[tuple[_Store, int]]] = {}  # with the count of chunks
         self._load_bytes = self._store_bytes = self._waiting_bytes = 0
         self._storing: dict[str, int] = {}  # store orders under way, by request
-        self._in_jobs: dict[str, int] = {}  # chunks of stores that the library has, by request
         self._finishing: set[str] = set()
         self._recving: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -290,9 +293,9 @@ class WorkerRole:
     # -- stores -----------------------------------------------------------
 
     def before_overwrite(self, orders: StepOrders) -> None:
-        """Waits for the stores of preempted requests, whose blocks are about to be overwritten (W3).
+        """Waits for the copies of preempted requests' stores: their blocks are about to be overwritten (W3).
 
-        A job always ends: its calls have deadlines and its copy is a matter of memory speed.
+        A copy always ends: the calls before it have deadlines, and it is a matter of memory speed.
         """
         preempted = set(orders.preempted)
         if not preempted:
@@ -300,7 +303,8 @@ class WorkerRole:
         for store in [s for s in self._store_queue if s.order.request_id in preempted]:
             self._drop_rest(store, "dropped")
         since = self._clock()
-        while any(r in self._in_jobs for r in preempted):
+        reading = [j for j, parts in self._store_jobs.items() if any(s.order.request_id in preempted for s, _ in parts)]
+        while reading := [j for j in reading if j in self._store_jobs and not self._transfers.copied(j)]:
             self._transfers.wait(0.1)
             self._poll()
             if self._clock() - since > 5.0:
@@ -370,8 +374,6 @@ class WorkerRole:
                 store.running += count
                 self._store_bytes += count * size
                 self._waiting_bytes -= count * size
-                request_id = store.order.request_id
-                self._in_jobs[request_id] = self._in_jobs.get(request_id, 0) + count
             while self._store_queue and self._store_queue[0].next == len(self._store_queue[0].mine):
                 self._store_queue.popleft()
 
@@ -401,10 +403,6 @@ class WorkerRole:
         store.running -= len(codes)
         size = self._chunk_blocks * self._block_bytes
         self._store_bytes -= len(codes) * size
-        request_id = store.order.request_id
-        self._in_jobs[request_id] -= len(codes)
-        if not self._in_jobs[request_id]:
-            del self._in_jobs[request_id]
         for code in codes:
             if code == 0:
                 self.counters.stored += 1

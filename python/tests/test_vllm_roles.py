@@ -31,9 +31,13 @@ NAMESPACE = Namespace(weights="w@1", engine="vllm").id()
 class FakeResult:
     def __init__(self, leading: int, ready: bool) -> None:
         self.ready, self.count = ready, leading
+        self.at: float | None = None
 
     def done(self) -> bool:
         return self.ready
+
+    def answered_at(self) -> float | None:
+        return self.at
 
     def leading(self) -> int:
         assert self.ready
@@ -155,6 +159,27 @@ def test_the_engine_is_asked_to_come_again_until_the_lookup_is_done() -> None:
     lookup.open[0].ready = True
     assert s.get_num_new_matched_tokens(r, 0) == (CHUNK, True)
     assert len(lookup.probes) == 1
+
+
+def test_a_lookup_took_as_long_as_its_answer() -> None:
+    lookup = FakeLookup()
+    lookup.ready = False
+    now = [100.0]
+    s = SchedulerRole(
+        lookup, block_tokens=BLOCK, chunk_blocks=CHUNK_BLOCKS, min_hit_tokens=0, lookup_timeout_s=50, clock=lambda: now[0]
+    )
+    seconds = []
+    for name, answered in (("a", 100.002), ("b", None)):
+        r = Request(name, list(range(CHUNK + 1)))
+        now[0] = 100.0
+        s.on_new_request(r)
+        lookup.open[-1].ready, lookup.open[-1].at = True, answered
+        now[0] = 103.0  # the engine was busy meanwhile
+        assert s.get_num_new_matched_tokens(r, 0) == (0, False)
+        stats = s.stats()
+        assert stats is not None
+        seconds.append(stats["samples"]["lookup_seconds"])
+    assert seconds[0] == [pytest.approx(0.002)] and seconds[1] == [pytest.approx(3.0)]
 
 
 def test_a_failed_chunk_is_not_offered_again_to_the_same_request_only() -> None:
@@ -315,6 +340,9 @@ class FakeTransfers:
         self.next = 0
         self.refuse = False
         self.finish_on_wait = False
+        self.copied_on_wait: set[int] = set()
+        self.read: set[int] = set()
+        self.waits = 0
 
     def register_layout(self, layers: Sequence[LayerRuns], block_count: int) -> int:
         return 1
@@ -340,7 +368,13 @@ class FakeTransfers:
     def job_codes(self, job: int) -> Sequence[int]:
         return self.jobs.pop(job)
 
+    def copied(self, job: int) -> bool:
+        return job in self.read
+
     def wait(self, timeout_s: float) -> None:
+        self.waits += 1
+        assert self.waits < 100, "nobody will ever wake this one"
+        self.read |= self.copied_on_wait
         if self.finish_on_wait:
             self.done += [j for j in self.jobs if j not in self.done]
 
@@ -418,6 +452,22 @@ def test_stores_of_preempted_requests_end_before_their_blocks_are_overwritten() 
     t.finish_on_wait = True
     w.before_overwrite(StepOrders(preempted=["a", "never seen"]))
     assert w.report() == StepReport({"a": 1, "b": 1})
+
+
+def test_a_preemption_waits_for_copies_not_for_commits() -> None:
+    t = FakeTransfers()
+    w = make_worker(t)
+    w.start_stores(a_store("a"))
+    w.start_stores(a_store("b"))
+    w.start_loads(a_load("c"))
+    t.copied_on_wait = {1}
+    w.before_overwrite(StepOrders(preempted=["a", "c"]))
+    assert t.waits == 1 and w.busy and w.report() is None, "the commits of both are under way"
+    w.before_overwrite(StepOrders(preempted=["a"]))
+    assert t.waits == 1, "what was copied is not waited for again"
+    t.done = [1, 2]
+    w.start_loads(StepOrders(finishing=["a"]))
+    assert w.finished() == ({"a"}, set()) and w.report() == StepReport({"a": 1, "b": 1})
 
 
 def test_reports_of_workers_add_up() -> None:

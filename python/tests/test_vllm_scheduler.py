@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from maru_vllm.worker import Budgets
 from vllm_sim import BLOCK, CHUNK, Machine, Store, prompt
 
 pytestmark = pytest.mark.vllm
@@ -241,6 +242,17 @@ def test_preempted_requests_go_on_from_the_store(monkeypatch: Any, model: Path) 
     m.run()
     m.check_idle()
     assert m.counters()["loaded_tokens"] >= CHUNK, "a preempted request's own chunks come back"
+
+
+def test_a_preemption_does_not_wait_for_commits(monkeypatch: Any, model: Path) -> None:
+    """Blocks of a preempted request are overwritten once they were copied, while the server is asked."""
+    m = Machine(monkeypatch, model, 3, blocks=36, delay=0, commit_delay=60)
+    m.workers[0]._budgets = Budgets(load_bytes=64, store_bytes=64)  # or the stores would wait for one another
+    for i in range(4):
+        m.add(f"r{i}", prompt(80 + i, 2 * CHUNK), max_tokens=120)
+    m.run()
+    m.check_idle()
+    assert m.transfers[0].uncommitted > 0, "no preemption came between a copy and its commit"
 
 
 def test_prompts_that_are_hashed_elsewhere(monkeypatch: Any, model: Path) -> None:

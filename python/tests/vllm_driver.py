@@ -134,7 +134,7 @@ class Driver(Engine):
                 hit = (
                     any(load.order.request_id.startswith(name) for load, _, _ in self._worker._load_jobs.values())
                     if when == "loading"
-                    else any(r.startswith(name) for r in self._worker._in_jobs)
+                    else any(s.order.request_id.startswith(name) for parts in self._worker._store_jobs.values() for s, _ in parts)
                     if when == "storing"
                     else len(out.get(name, {}).get("tokens", ())) >= when
                 )
@@ -157,7 +157,7 @@ class Driver(Engine):
         return {
             "requests": len(scheduler.requests),
             "connector": role.live,
-            "storing": len(w._storing) + len(w._in_jobs) + len(w._finishing),
+            "storing": len(w._storing) + len(w._store_jobs) + len(w._finishing),
             "bytes": w._load_bytes + w._store_bytes + w._waiting_bytes,
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }

@@ -13,6 +13,7 @@ import pickle
 import random
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ class Probe:
                     break
                 self.count += 1
         return True
+
+    def answered_at(self) -> float | None:
+        return None
 
     def leading(self) -> int:
         return self.count
@@ -106,14 +110,33 @@ class SimLookup:
     def close(self) -> None: ...
 
 
+@dataclass
+class _Job:
+    kind: str
+    keys: bytes
+    blocks: list[int]
+    ends: list[int]
+    offsets: list[int]
+    delay: int  # polls until it reads or writes blocks
+    commit_delay: int  # polls from there to the end of a store
+    content: list[Any] | None = None  # of a store, once it was read
+
+    def items(self) -> list[tuple[bytes, list[int], int]]:
+        count, ends = len(self.keys) // 32, self.ends
+        offsets = self.offsets or [0] * count
+        return [(self.keys[32 * i : 32 * i + 32], self.blocks[ends[i] : ends[i + 1]], offsets[i]) for i in range(count)]
+
+
 class SimTransfers:
-    """Jobs that end a few polls later; what they read and write they do then."""
+    """Jobs that end a few polls later. A load reads and writes then; a store has read its
+    blocks some polls before, as late as copied() may say so."""
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.m, self.rank = machine, rank
-        self.jobs: dict[int, tuple[str, bytes, list[int], list[int], list[int], int]] = {}
+        self.jobs: dict[int, _Job] = {}
         self.codes: dict[int, list[int]] = {}
         self.next = 0
+        self.uncommitted = 0  # stores that were said to be copied, and were not ended
 
     def register_layout(self, layers: Any, block_count: int) -> int:
         return 1
@@ -123,7 +146,8 @@ class SimTransfers:
             raise Refused("queue full")
         self.next += 1
         delay = self.m.rng.randrange(self.m.delay + 1)
-        self.jobs[self.next] = (kind, keys, list(blocks), [0, *ends], list(offsets), delay)
+        job = _Job(kind, keys, list(blocks), [0, *ends], list(offsets), delay, self.m.rng.randrange(self.m.commit_delay + 1))
+        self.jobs[self.next] = job
         return self.next
 
     def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array[int], ends: array[int]) -> int:
@@ -134,26 +158,40 @@ class SimTransfers:
 
     def completed(self) -> list[int]:
         out = []
-        for job, (kind, keys, blocks, ends, offsets, delay) in list(self.jobs.items()):
-            if delay > 0:
-                self.jobs[job] = (kind, keys, blocks, ends, offsets, delay - 1)
+        for number, job in list(self.jobs.items()):
+            if job.delay > 0:
+                job.delay -= 1
                 continue
-            del self.jobs[job]
-            copy = self._store if kind == "store" else self._load
-            self.codes[job] = [
-                copy(keys[32 * i : 32 * i + 32], blocks[ends[i] : ends[i + 1]], offsets[i] if offsets else 0)
-                for i in range(len(keys) // 32)
-            ]
-            out.append(job)
+            if job.kind == "store" and job.content is None:
+                job.content = [self._read(blocks) for _, blocks, _ in job.items()]
+            if job.kind == "store" and job.commit_delay > 0:
+                job.commit_delay -= 1
+                continue
+            del self.jobs[number]
+            if job.content is not None:
+                self.codes[number] = [self._commit(key, c) for (key, _, _), c in zip(job.items(), job.content, strict=True)]
+            else:
+                self.codes[number] = [self._load(*item) for item in job.items()]
+            out.append(number)
         return out
 
-    def _store(self, key: bytes, blocks: list[int], offset: int) -> int:
+    def copied(self, number: int) -> bool:
+        job = self.jobs.get(number)
+        if job is None:
+            return True
+        self.uncommitted += job.content is not None
+        return job.content is not None
+
+    def _read(self, blocks: list[int]) -> list[Any]:
+        content = [list(self.m.kv[self.rank][b]) for b in blocks]
+        assert all(None not in c for c in content), "a block was stored that is not final"
+        return content
+
+    def _commit(self, key: bytes, content: list[Any]) -> int:
         if key in self.m.store.objects:
             return ALREADY
         if self.m.rng.random() < self.m.full:
             return 4
-        content = [list(self.m.kv[self.rank][b]) for b in blocks]
-        assert all(None not in c for c in content), "a block was stored that is not final"
         if key[:28] in self.m.content:
             assert content == self.m.content[key[:28]], "one key, two contents: a block was stored too early or too late"
         self.m.content[key[:28]] = content
@@ -226,6 +264,7 @@ class Machine:
         async_scheduling: bool = False,
         store: Store | None = None,
         delay: int = 4,
+        commit_delay: int = 3,
     ) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -238,7 +277,7 @@ class Machine:
         self.rng = random.Random(seed)
         self.store = store or Store(self.rng)
         self.lose = self.refuse = self.full = 0.0
-        self.delay = delay
+        self.delay, self.commit_delay = delay, commit_delay
         self.content: dict[bytes, Any] = {}
         self.world = world
         shards = world // replicas
@@ -263,9 +302,10 @@ class Machine:
         self.role._worker_count = world
         self.kv: list[list[list[Any]]] = [[[None] * BLOCK for _ in range(blocks)] for _ in range(world)]
         self.workers = []
+        self.transfers = [SimTransfers(self, rank) for rank in range(world)]
         for rank in range(world):
             w = WorkerRole(
-                SimTransfers(self, rank),
+                self.transfers[rank],
                 chunk_blocks=CHUNK_BLOCKS,
                 submit_error=Refused,
                 already_code=ALREADY,
@@ -439,7 +479,7 @@ class Machine:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         for w in self.workers:
-            assert not w._storing and not w._in_jobs and not w._finishing and w._store_bytes == 0 and w._load_bytes == 0
+            assert not w._storing and not w._store_jobs and not w._finishing and w._store_bytes == 0 and w._load_bytes == 0
             assert w._waiting_bytes == 0
 
     def counters(self) -> dict[str, float]:

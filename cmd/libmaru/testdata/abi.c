@@ -34,7 +34,7 @@ static int failures;
   X(maru_region_free_count) X(maru_owned_regions) X(maru_next_region) X(maru_register_layout)   \
   X(maru_register_device_layout) X(maru_device_info)                                           \
   X(maru_unregister_layout) X(maru_store) X(maru_load) X(maru_submit_store) X(maru_submit_load) \
-  X(maru_event_fd) X(maru_completed) X(maru_job_result)
+  X(maru_event_fd) X(maru_completed) X(maru_job_copied) X(maru_job_result)
 
 /* One pointer a function, of the type that the header declares. */
 #define DECLARE(name) static __typeof__(&name) p_##name;
@@ -145,9 +145,11 @@ static void round_trip(const char *server) {
       if (count == 0) usleep(1000);
     }
     CHECK(count == 1 && jobs[0] == job);
+    CHECK(p_maru_job_copied(h, job) == MARU_OK);
     CHECK(p_maru_job_result(h, job, 0, NULL) == MARU_ERR_LIMIT);
     CHECK(p_maru_job_result(h, job, 1, codes) == MARU_OK && codes[0] == MARU_OK && memcmp(dst, "ransfer", 7) == 0);
     CHECK(p_maru_job_result(h, job, 1, codes) == MARU_ERR_NOT_FOUND);
+    CHECK(p_maru_job_copied(h, job) == MARU_ERR_NOT_FOUND);
     batch.struct_bytes--;
     CHECK(p_maru_load(h, &batch, codes, 0) == MARU_ERR_INVALID && strstr(text(), "struct_bytes") != NULL);
     batch.struct_bytes++;

@@ -258,3 +258,13 @@ func (c *Client) JobResult(job client.JobID, codes []base.Code) (bool, error) {
 	delete(c.mu.jobs, job)
 	return true, nil
 }
+
+// JobCopied is true of every job: they end at once.
+func (c *Client) JobCopied(job client.JobID) (bool, error) {
+	c.store.mu.Lock()
+	defer c.store.mu.Unlock()
+	if _, ok := c.mu.jobs[job]; !ok {
+		return false, fmt.Errorf("%w: job %d", base.ErrNotFound, job)
+	}
+	return true, nil
+}
