@@ -1,15 +1,17 @@
 #!/bin/bash
-# soak.sh: what takes longer than CI may. ROUNDS rounds (default 5) of the whole Go
-# test suite, with KILL_ROUNDS (default 100) kill -9 rounds of each program, and of
-# SIM_SEEDS (default 5000) simulator seeds that no other round plays; TORTURE_MINUTES
-# (default 30) of the torture; SOAK_OPERATIONS (default 10 million) through one client; then the VM lab ten times and every fuzz target for
-# FUZZTIME (default 2m).
+# soak.sh: what takes longer than CI may. SOAK_OPERATIONS (default 10 million) through
+# one client and TORTURE_MINUTES (default 30) of the torture; then ROUNDS rounds (default
+# 5) of the whole Go test suite, with KILL_ROUNDS (default 100) kill -9 rounds of each
+# program and every error of every call that can be injected, and of SIM_SEEDS (default
+# 5000) simulator seeds that no other round plays; then the VM lab ten times and every
+# fuzz target for FUZZTIME (default 2m).
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 trap report_step EXIT
 
 export MARU_KILL_ROUNDS=${KILL_ROUNDS:-100}
+export MARU_INJECT_ALL=1
 step "build" bash scripts/build.sh
 step "10 million operations" env MARU_SOAK_OPERATIONS="${SOAK_OPERATIONS:-10000000}" \
   go test -tags invariants -count=1 -timeout 1h ./client -run NothingGrows
