@@ -96,7 +96,7 @@ func (d *driver) startWorker(ctx context.Context, p *program, seed uint64) error
 	n := d.next.Add(1)
 	d.judge.started(n)
 	return p.start(ctx, WorkerCommand, workerOptions{
-		Server: "unix:" + d.path("server.sock"), Process: n, Seed: seed, Keys: keyCount, PageBytes: pageBytes, RegionBytes: regionBytes,
+		Server: "unix:" + d.path("server.sock"), Process: n, Seed: seed, Keys: keyCount, PageBytes: pageBytes, RegionBytes: regionBytes, Pool: d.pool.Path,
 		Checksums: d.sums, Tidy: p.tidy,
 	}, n)
 }

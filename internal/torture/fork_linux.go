@@ -25,8 +25,8 @@ func (w *worker) fork(rng *rand.Rand) {
 	w.say.say(func(c *Counts) { c.Forks++ }, 'F', uint64(pid)) //nolint:gosec // positive
 	time.Sleep(time.Millisecond)
 	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
-	if err == nil && bytes.Contains(maps, []byte(poolName)) {
-		w.say.wrong("a forked child maps the pool: %s", line(maps, poolName))
+	if err == nil && bytes.Contains(maps, []byte(w.opt.Pool)) {
+		w.say.wrong("a forked child maps the pool: %s", line(maps, w.opt.Pool))
 	}
 }
 

@@ -29,6 +29,7 @@ type workerOptions struct {
 	Seed      uint64 `json:"seed"`
 	Keys      uint32 `json:"keys"`
 	PageBytes int    `json:"page_bytes"`
+	Pool      string `json:"pool"` // its path, as it is in a process's maps
 	// RegionBytes a region; the session takes regions until the pool is full.
 	RegionBytes uint64        `json:"region_bytes"`
 	Checksums   client.Switch `json:"checksums"`
