@@ -292,6 +292,24 @@ func TestKeptRegionsGoBack(t *testing.T) {
 	}
 }
 
+// A session whose process nobody can watch dies before its first hold: no event of the
+// resource manager will ever name it, and its region goes back all the same.
+func TestSuspectWithoutHold(t *testing.T) {
+	l := newLab(t, 16<<20)
+	l.cfg.TTL, l.cfg.Margin, l.cfg.Heartbeat, l.cfg.SweepInterval = time.Second, 100*time.Millisecond, 100*time.Millisecond, 300*time.Millisecond
+	l.startRM()
+	s := startServer(t, l.cfg)
+	waitReady(t, s)
+	c := newClient(t, s.ControlAddress(), func(m *maruv1.OpenRequest) { cxlRequest(m); m.CpuBytes = 0 })
+	c.connect("")
+	l.prove(c)
+	c.expand(maruv1.Medium_MEDIUM_CXL, 4, 65536)
+	waitFor(t, "the region goes back", func() bool {
+		answer, err := l.rmClient().ListRegions(testContext(t), &maruv1.ListRegionsRequest{})
+		return err == nil && len(answer.GetRegions()) == 0
+	})
+}
+
 // Without its resource manager a server serves cpu pools and says so; it picks the RM
 // up when it comes, survives its restart, and tells its sessions.
 func TestResourceManagerComesAndGoes(t *testing.T) {

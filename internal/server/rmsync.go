@@ -91,11 +91,13 @@ func recoveredRegion(r *maruv1.RegionInfo) (directory.RecoveredRegion, error) {
 	}, nil
 }
 
-// watched compares who holds regions at the RM with what is known here. Events of the
-// time without a connection are lost, but what they said shows: a session that is not
-// live, that this server does not watch itself, and that holds nothing at the RM any
-// more, has let go of all it had mapped. Private memory is no matter of the RM, so
-// sessions that have some wait for another proof.
+// watched compares who holds regions at the RM with what is known here, when the
+// connection is made and with each sweep. Events of the time without a connection are
+// lost, and of a session that never held anything there is none; but what they would have
+// said shows: a session that is not live, that this server does not watch itself, and
+// that holds nothing at the RM any more, has let go of all it had mapped. One that was
+// live when the connection came back is judged by a sweep after its expiry. Private memory
+// is no matter of the RM, so sessions that have some wait for another proof.
 func (s *Server) watched(holders map[base.SessionID]struct{}) {
 	u := s.usage()
 	private := make(map[base.SessionID]struct{})
@@ -240,6 +242,17 @@ func (s *Server) sweepOnce(ctx context.Context) (bool, error) {
 	if err != nil {
 		return false, s.checkFenced(err)
 	}
+	holders := make(map[base.SessionID]struct{})
+	for _, r := range regions {
+		for _, b := range r.GetHolders() {
+			id, err := base.IDFromBytes("holders", b)
+			if err != nil {
+				return false, err
+			}
+			holders[id] = struct{}{}
+		}
+	}
+	s.watched(holders)
 	var orphans []*maruv1.RegionInfo
 	done := true
 	err = s.look(func(d *directory.Directory, _ time.Duration) error {
