@@ -3,7 +3,7 @@
 # one client and TORTURE_MINUTES (default 30) of the torture; then ROUNDS rounds (default
 # 5) of the whole Go test suite, with KILL_ROUNDS (default 100) kill -9 rounds of each
 # program and every error of every call that can be injected, and of SIM_SEEDS (default
-# 5000) simulator seeds that no other round plays; then the VM lab ten times and every
+# 50000) simulator seeds that no other round plays; then the VM lab ten times and every
 # fuzz target for FUZZTIME (default 2m).
 set -euo pipefail
 # shellcheck source=scripts/env.sh
@@ -20,7 +20,7 @@ step "torture" bin/maru torture --minutes "${TORTURE_MINUTES:-30}"
 for ((i = 1; i <= ${ROUNDS:-5}; i++)); do
   step "round $i: go test" go test -race -tags invariants -count=1 -timeout 4h ./...
   step "round $i: simulator" go test -tags invariants -count=1 -timeout 4h ./internal/sim -run Seeds -args \
-    -sim.seeds "${SIM_SEEDS:-5000}" -sim.first $((1 + i * 1000000))
+    -sim.seeds "${SIM_SEEDS:-50000}" -sim.first $((1 + i * 1000000))
 done
 step "VM lab" bash scripts/vmlab.sh -count=10 -timeout 1h
 step "fuzz" bash scripts/fuzz.sh "${FUZZTIME:-2m}"

@@ -17,7 +17,7 @@ import (
 const (
 	segmentBits     = 6
 	segmentCount    = 1 << segmentBits
-	minSegmentSlots = 64
+	minSegmentSlots = 8       // so that an empty table is small to check and to copy
 	maxSegmentSlots = 1 << 27 // 8 Gi slots in all; objects end before
 	// Linear probing stays short up to about three quarters.
 	maxLoadNumerator, maxLoadDenominator = 3, 4

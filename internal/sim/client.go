@@ -29,6 +29,16 @@ type clientActor struct {
 	rank    uint32
 	role    base.Role
 	private bool
+	viewer  bool // it may export views
+	remote  bool // on another machine, a VM: nobody can prove its end
+	confirm bool // it has no roots to compare with: a Release must confirm what it read
+	vm      bool // its machine stands still, with its clock
+	since   time.Duration
+	stood   time.Duration    // how long its clock stood still
+	touched bool             // to be checked
+	edge    []int            // what it reads when its next heartbeat is taken
+	secret  directory.Secret // of its epoch
+	own     [core.SessionSecretBytes]byte
 	id      base.SessionID
 	process *process
 	core    *session.Core
@@ -67,6 +77,7 @@ type clientActor struct {
 
 // link is one epoch at one server.
 type link struct {
+	srv         *serverActor
 	who         directory.Caller
 	server      base.ServerEpoch
 	process     *process
@@ -94,12 +105,49 @@ func (w *world) newClient(rank int, role base.Role) *clientActor {
 		maps: map[base.RegionID]*mapping{}, handles: map[base.RegionID]core.Handle{},
 		segment: make([]cell, privateBytes/pageBytes), lost: map[base.Medium]*lostExpand{}, unprepared: true, backoff: 20 * time.Millisecond,
 	}
-	c.private = role == base.RoleWorker && w.chance(40)
 	c.process = w.newProcess(fmt.Sprintf("%v%d.%d", role, rank, len(w.processes)+1))
+	c.process.client = c
+	half := w.id()
+	copy(c.own[:], half[:])
+	if role == base.RoleWorker {
+		c.remote = !w.calm && w.chance(20)
+		c.private = !c.remote && w.chance(40)
+		c.confirm = c.remote && w.chance(50)
+		c.viewer = w.chance(70)
+	}
 	c.core = session.New(session.Config{Session: c.id, MaxOperations: 256, MaxLeases: 64})
-	w.note("%s starts, private memory: %v", c.process.name, c.private)
-	w.at(c.process, w.between(0, 300*time.Millisecond), c.run)
+	w.note("%s starts, private memory: %v, remote: %v", c.process.name, c.private, c.remote)
+	w.by(c.process, func() { w.at(c.process, w.between(0, 300*time.Millisecond), c.run) })
 	return c
+}
+
+// now is what its clock says.
+func (c *clientActor) now() time.Duration { return c.process.clock() }
+
+// node is where it runs.
+func (c *clientActor) node() base.NodeID {
+	if c.remote {
+		return base.NodeID{0xfe, byte(c.process.pid)}
+	}
+	return c.w.manager.cfg.Node
+}
+
+// peer is what the resource manager sees of it.
+func (c *clientActor) peer() core.Peer {
+	p := c.w.manager.peer(c.process)
+	if c.remote {
+		p = core.Peer{Node: c.node(), Boot: base.BootID{0xfe, byte(c.process.pid)}, Reason: "it calls over TCP"}
+	}
+	p.Secret = c.own[:]
+	return p
+}
+
+// stop has its process stand still; of a remote one the machine does, with its clock.
+func (c *clientActor) stop(d time.Duration) {
+	if c.remote && !c.process.paused {
+		c.vm, c.since = true, c.w.now
+	}
+	c.w.pause(c.process, d)
 }
 
 func (c *clientActor) alive() bool { return !c.process.ended }
@@ -138,18 +186,19 @@ func (c *clientActor) open() {
 	w, server := c.w, c.w.server
 	req := &directory.OpenRequest{
 		Session: c.id, Role: c.role, Namespace: w.namespace(), Opaque: true, PieceBytes: pieceBytes, EngineID: engineID,
-		Rank: c.rank, WorldSize: workerCount, Node: w.manager.cfg.Node, Views: true,
+		Rank: c.rank, WorldSize: uint32(w.script.Workers), Node: c.node(), Views: c.viewer, //nolint:gosec // a few
 	}
 	if c.private {
 		req.CPUBytes = privateBytes
 	}
 	if c.role == base.RoleScheduler {
-		req.PieceBytes, req.Views, req.Rank = 0, false, 0
+		req.PieceBytes, req.Rank = 0, 0
 	}
 	if c.link != nil {
 		req.PreviousServerEpoch, req.PreviousEpoch = c.link.server, c.link.who.Epoch
 	}
-	sent, process := w.now, server.process
+	req.PreviousSecret = c.secret
+	sent, process := c.now(), server.process
 	call(w, c.process, process, "Open", once, func(answer func(*opened, error)) {
 		out, err := server.open(c, req)
 		answer(out, err)
@@ -161,13 +210,21 @@ func (c *clientActor) open() {
 		if err != nil {
 			if errors.Is(err, base.ErrDenied) || errors.Is(err, base.ErrClosed) {
 				w.note("%s: Open is refused: %v", c.process.name, err)
+				if c.remote {
+					// It cannot prove that it is the session's process: it must be started again.
+					w.at(nil, time.Millisecond, func() {
+						w.kill(c, "gives up")
+						w.replace(int(c.rank))
+					})
+					return
+				}
 			}
 			c.backoff = min(2*c.backoff, heartbeat)
 			w.at(c.process, c.backoff, c.run)
 			return
 		}
 		c.backoff = 20 * time.Millisecond
-		c.install(out, process, sent)
+		c.install(server, out, process, sent)
 	})
 }
 
@@ -175,32 +232,43 @@ type opened struct {
 	directory.OpenResult
 	server      base.ServerEpoch
 	incarnation base.Incarnation
+	secret      directory.Secret
+	returned    bool // from being suspect
 }
 
 // open is the server's side.
 func (s *serverActor) open(c *clientActor, req *directory.OpenRequest) (*opened, error) {
+	again := *req // each delivery has a secret of its own
+	req = &again
 	req.Secret = s.w.id()
-	if s.bound[c.id] == c.process.pid || s.seen[c.id] == c.process.pid {
+	if !c.remote && (s.bound[c.id] == c.process.pid || s.seen[c.id] == c.process.pid) {
 		req.Proof = directory.ProofProcess
 	}
-	req.Provable = true
-	out := &opened{server: s.epoch, incarnation: s.incarnation}
+	req.Provable = !c.remote
+	out := &opened{server: s.epoch, incarnation: s.incarnation, secret: req.Secret}
 	err := s.step(func(d *directory.Directory) (err error) {
-		out.OpenResult, err = d.Open(s.w.now, req)
+		out.returned = s.suspects(c.id)
+		out.OpenResult, err = d.Open(s.now(), req)
 		return err
 	})
 	if err != nil {
 		return nil, err
 	}
 	s.peers[c.id] = c
-	s.bind(c.id, c.process)
+	if !c.remote {
+		s.bind(c.id, c.process)
+	}
 	return out, nil
 }
 
 // install makes a link the current one.
-func (c *clientActor) install(o *opened, process *process, sent time.Duration) {
+func (c *clientActor) install(server *serverActor, o *opened, process *process, sent time.Duration) {
+	c.secret = o.secret
+	if o.returned && c.core.Count().Ready > 0 {
+		c.w.result.Returned++
+	}
 	l := &link{
-		who: directory.Caller{Session: c.id, Epoch: o.Epoch}, server: o.server, process: process, namespace: o.Namespace,
+		srv: server, who: directory.Caller{Session: c.id, Epoch: o.Epoch}, server: o.server, process: process, namespace: o.Namespace,
 		incarnation: o.incarnation, pools: o.Pools,
 	}
 	if c.link != nil {
@@ -239,7 +307,7 @@ func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 	w := c.w
 	half := len(snap.Pages) / 2
 	if len(c.views) > 0 && w.trouble(w.rough) {
-		v := c.views[w.rng.IntN(len(c.views))]
+		v := c.views[w.IntN(len(c.views))]
 		w.at(c.process, w.between(0, 5*time.Millisecond), func() { c.unlook(v) })
 	}
 	var clear []session.PageRef
@@ -255,11 +323,11 @@ func (c *clientActor) relist(l *link, snap *session.Snapshot) {
 		req.Watermark = c.core.Watermark()
 		call(w, c.process, l.process, "Relist", mayRepeat, func(answer func([]byte, error)) {
 			var out []byte
-			err := w.server.step(func(d *directory.Directory) (err error) {
-				if c.role == base.RoleScheduler && w.opt.Fault == SchedulerDenied {
+			err := l.srv.step(func(d *directory.Directory) (err error) {
+				if c.role == base.RoleScheduler && w.planted(SchedulerDenied) {
 					return base.ErrDenied
 				}
-				out, err = d.Relist(w.now, l.who, &req, nil)
+				out, err = d.Relist(l.srv.now(), l.who, &req, nil)
 				return err
 			})
 			answer(out, err)
@@ -331,16 +399,19 @@ func (c *clientActor) beat(l *link) {
 			Pool: p.Number, WritingBytes: n.WritingBytes, QuarantinedBytes: n.QuarantinedBytes, FreeBytes: n.FreeBytes,
 		})
 	}
-	sent := w.now
+	sent := c.now()
 	call(w, c.process, l.process, "Heartbeat", mayRepeat, func(answer func(beatAnswer, error)) {
-		out := beatAnswer{incarnation: w.server.incarnation}
-		err := w.server.step(func(d *directory.Directory) (err error) {
-			if _, err = d.Heartbeat(w.now, l.who, req); err == nil {
-				out.events, err = d.PendingEvents(w.now, l.who, req.LastEvent, nil)
+		out := beatAnswer{incarnation: l.srv.incarnation}
+		err := l.srv.step(func(d *directory.Directory) (err error) {
+			if _, err = d.Heartbeat(l.srv.now(), l.who, req); err == nil {
+				out.events, err = d.PendingEvents(l.srv.now(), l.who, req.LastEvent, nil)
 			}
 			return err
 		})
 		answer(out, err)
+		if err == nil && c.edge != nil {
+			w.edgeBegins(c)
+		}
 	}, func(out beatAnswer, err error, f fate) {
 		if err != nil {
 			if f == notSent && l.process.ended {
@@ -348,6 +419,9 @@ func (c *clientActor) beat(l *link) {
 			}
 			c.failed(l, err)
 			return
+		}
+		if w.planted(ValidFromAnswer) {
+			sent = c.now()
 		}
 		c.core.Acknowledged(l.who.Epoch, l.server, sent, ttl)
 		l.incarnation = max(l.incarnation, out.incarnation)
@@ -373,7 +447,7 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 		switch e.Kind {
 		case directory.EventRetire:
 			ev.Kind = session.RetireEvent
-			if c.w.opt.Fault == ReuseAtRetire {
+			if c.w.planted(ReuseAtRetire) {
 				ev.Kind = session.ReclaimEvent
 			}
 		case directory.EventReclaim:
@@ -383,7 +457,10 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 		case directory.EventFence, directory.EventPools:
 		}
 		accepted, ref := c.core.Receive(ev)
-		if accepted && e.Region != 0 {
+		if accepted && e.Kind == directory.EventRetire {
+			c.w.retired(e.Region, base.PageIndex(e.Offset/pageBytes), e.Generation, c.id) //nolint:gosec // a page
+		}
+		if accepted && e.Region != 0 && c.w.trace != nil {
 			c.w.note("%s is told %v of page %d of region %d, generation %v", c.process.name, e.Kind, e.Offset/pageBytes, e.Region, e.Generation)
 		}
 		if !accepted {
@@ -393,15 +470,12 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 		if ref != (session.PageRef{}) {
 			clear = append(clear, ref)
 		}
-		if e.Kind == directory.EventRetire {
-			c.w.retired(e.Region, base.PageIndex(e.Offset/pageBytes), e.Generation, c.id) //nolint:gosec // a page
-		}
 		switch e.Kind {
 		case directory.EventFence:
 			fenced = true
 		case directory.EventPools:
 			c.unprepared, c.prepareNot, l.proved = true, 0, false
-			l.incarnation = max(l.incarnation, c.w.server.incarnation)
+			l.incarnation = max(l.incarnation, l.srv.incarnation)
 		case directory.EventRetire, directory.EventReclaim, directory.EventDrain:
 		}
 	}
@@ -410,198 +484,6 @@ func (c *clientActor) events(epoch base.Epoch, server base.ServerEpoch, list []d
 	if fenced {
 		c.lose(l)
 	}
-}
-
-// kick wakes the background worker.
-func (c *clientActor) kick() {
-	c.kicked = true
-	if c.working || c.closed {
-		return
-	}
-	c.working = true
-	c.w.at(c.process, 0, c.work)
-}
-
-// work does what needs no caller, one thing after the other.
-func (c *clientActor) work() {
-	c.kicked = false
-	rest := func() {
-		c.working = false
-		if c.kicked && !c.closed {
-			c.working = true
-			c.w.at(c.process, time.Millisecond, c.work)
-		}
-	}
-	c.dropGone(func() {
-		l := c.current()
-		if l == nil || c.closed {
-			rest()
-			return
-		}
-		c.flushReleases(l, func() {
-			c.acknowledge(l, func() {
-				c.resolveLost(l, func() { c.prepare(l, rest) })
-			})
-		})
-	})
-}
-
-// flushReleases tells the server of leases that have ended.
-func (c *clientActor) flushReleases(l *link, next func()) {
-	w := c.w
-	rows := slices.DeleteFunc(c.core.TakeReleases(nil, hot.MaxKeys), func(r session.Release) bool { return slices.Contains(c.early, r) })
-	server := c.core.ServerEpoch()
-	if len(rows) == 0 {
-		next()
-		return
-	}
-	req := &hot.ReleaseRequest{}
-	for _, r := range rows {
-		req.Rows = hot.AppendReleaseRow(req.Rows, hot.ReleaseRow{Acquire: r.Acquire, First: r.First, Count: r.Count})
-	}
-	req.Watermark = c.core.Watermark()
-	call(w, c.process, l.process, "Release", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
-			_, err := d.Release(w.now, l.who, req, nil)
-			return err
-		}))
-	}, func(_ struct{}, err error, _ fate) {
-		w.note("%s releases %v: %v", c.process.name, rows, err)
-		c.core.Released(rows, server, err == nil)
-		if err != nil {
-			c.failed(l, err)
-			next()
-			return
-		}
-		c.flushReleases(l, next)
-	})
-}
-
-// releaseEarly is a client that does not wait for its list: the release overtakes it.
-func (c *clientActor) releaseEarly(l *link, v *view) {
-	w := c.w
-	c.early = append(c.early, session.Release{Acquire: v.acquire, First: v.index, Count: 1})
-	req := &hot.ReleaseRequest{Rows: hot.AppendReleaseRow(nil, hot.ReleaseRow{Acquire: v.acquire, First: v.index, Count: 1})}
-	req.Watermark = c.core.Watermark()
-	call(w, c.process, l.process, "Release", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
-			_, err := d.Release(w.now, l.who, req, nil)
-			return err
-		}))
-	}, func(struct{}, error, fate) {})
-}
-
-// acknowledge tells which marks are cleared and which pages were reclaimed.
-func (c *clientActor) acknowledge(l *link, next func()) {
-	w := c.w
-	cleared, reclaimed := c.core.TakeAcks(nil, nil)
-	server := c.core.ServerEpoch()
-	if len(cleared)+len(reclaimed) == 0 {
-		next()
-		return
-	}
-	refs := func(acks []session.Ack) (out []directory.PageRef) {
-		for _, a := range acks {
-			out = append(out, directory.PageRef{Pool: a.PoolNumber, Region: a.Region, Offset: a.Offset, Generation: a.Generation})
-		}
-		return out
-	}
-	call(w, c.process, l.process, "Acknowledge", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
-			return d.Acknowledge(w.now, l.who, refs(cleared), refs(reclaimed))
-		}))
-	}, func(_ struct{}, err error, _ fate) {
-		if err == nil {
-			w.note("%s has acknowledged %d marks and %d pages", c.process.name, len(cleared), len(reclaimed))
-			c.core.AcksTaken(reclaimed, server)
-			c.kick()
-		} else {
-			c.core.ReturnAcks(cleared, reclaimed, server)
-			c.failed(l, err)
-		}
-		next()
-	})
-}
-
-type resolved struct {
-	outcome hot.Outcome
-	results []byte
-}
-
-// resolveLost closes Commits whose answers were lost (X1).
-func (c *clientActor) resolveLost(l *link, next func()) {
-	w := c.w
-	lost := c.core.LostCommits(nil)
-	if len(lost) == 0 {
-		next()
-		return
-	}
-	op := slices.MinFunc(lost, func(a, b session.Lost) int { return cmp.Compare(a.Sequence, b.Sequence) })
-	req := &hot.ResolveRequest{Target: op.Sequence, TargetEpoch: op.Epoch, TargetServerEpoch: op.ServerEpoch}
-	seq, err := c.core.Begin()
-	if err != nil {
-		next()
-		return
-	}
-	req.Sequence, req.Watermark = seq, c.core.Watermark()
-	call(w, c.process, l.process, "Resolve", mayRepeat, func(answer func(resolved, error)) {
-		var out resolved
-		err := w.server.step(func(d *directory.Directory) (err error) {
-			out.outcome, out.results, err = d.Resolve(w.now, l.who, req, nil)
-			return err
-		})
-		answer(out, err)
-	}, func(out resolved, err error, _ fate) {
-		c.core.End(seq)
-		if err != nil {
-			c.failed(l, err)
-			next()
-			return
-		}
-		marks := append([]session.PageRef(nil), c.core.Refs(op.Sequence)...)
-		w.note("%s: operation %d is resolved: %d", c.process.name, op.Sequence, out.outcome)
-		c.core.Resolved(op.Sequence, out.outcome, hot.CommitResults(out.results))
-		c.mark(marks, l)
-		c.resolveLost(l, next)
-	})
-}
-
-// mark writes the marks of READY pages.
-func (c *clientActor) mark(refs []session.PageRef, l *link) {
-	for _, ref := range refs {
-		m := c.maps[ref.Region]
-		if m == nil {
-			continue
-		}
-		order, ok := c.core.MayMark(ref, l.who.Epoch, l.server)
-		if ok {
-			c.w.memory.marks[m.at.record(ref.Index)] = order
-		}
-	}
-}
-
-// clearMarks clears marks, then tells the core.
-func (c *clientActor) clearMarks(refs []session.PageRef) {
-	for _, ref := range refs {
-		if m := c.maps[ref.Region]; m != nil {
-			delete(c.w.memory.marks, m.at.record(ref.Index))
-		}
-		c.core.Cleared(ref, true)
-	}
-}
-
-// cell is the memory of a page that this client reaches, nil when it does not.
-func (c *clientActor) cell(id base.RegionID, page base.PageIndex) *cell {
-	if id >= base.FirstPrivateRegion {
-		if id == c.segmentOf {
-			return &c.segment[page]
-		}
-		return nil
-	}
-	if m := c.maps[id]; m != nil {
-		return c.w.memory.page(m.at, page)
-	}
-	return nil
 }
 
 // check: counts of the core, and what views show.
@@ -616,9 +498,10 @@ func (c *clientActor) check() {
 	if c.core.Leases() < 0 {
 		c.w.fail("R4", "%s: %d leases", c.process.name, c.core.Leases())
 	}
-	for _, v := range c.views {
-		if !v.cell.shows(v.want) {
-			c.w.fail("R3", "%s has a view of %v (%v) that shows %v", c.process.name, v.want, v.row.Location(), v.cell)
-		}
+}
+
+func (c *clientActor) checkView(v *view) {
+	if !v.cell.shows(v.want) {
+		c.w.fail("R3", "%s has a view of %v (%v) that shows %v", c.process.name, v.want, v.row.Location(), v.cell)
 	}
 }

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"errors"
 	"slices"
 	"time"
 
@@ -43,7 +44,7 @@ func (c *clientActor) unmap(id base.RegionID) {
 	if m := c.maps[id]; m != nil {
 		c.w.unmapRegion(m)
 		delete(c.maps, id)
-		c.unholds = append(c.unholds, c.handles[id])
+		c.queueUnholds([]core.Handle{c.handles[id]})
 		delete(c.handles, id)
 	}
 	c.core.RemoveRegion(id)
@@ -57,7 +58,7 @@ func (c *clientActor) dropGone(next func()) {
 		return
 	}
 	c.lockMap(func() {
-		early := c.w.opt.Fault == UnholdBeforeUnmap
+		early := c.w.planted(UnholdBeforeUnmap)
 		for _, id := range gone {
 			if early && c.maps[id] != nil {
 				c.unholds = append(c.unholds, c.handles[id])
@@ -95,13 +96,13 @@ func (c *clientActor) unhold(next func()) {
 		return
 	}
 	c.holdSequence++
-	req := core.Unhold{Session: c.id, Sequence: c.holdSequence, Handles: list, Token: c.holdToken, Peer: w.manager.peer(c.process)}
+	req := core.Unhold{Session: c.id, Sequence: c.holdSequence, Handles: list, Token: c.holdToken, Peer: c.peer()}
 	call(w, c.process, w.manager.process, "Unhold", mayRepeat, w.manager.unhold(req), func(_ struct{}, err error, f fate) {
 		if err != nil {
 			w.note("%s: Unhold: %v", c.process.name, err)
 		}
-		if f == notSent || unknownOutcome(f, err) {
-			c.unholds = append(c.unholds, list...)
+		if f == notSent || unknownOutcome(f, err) || errors.Is(err, base.ErrDenied) && len(c.holdToken) == 0 {
+			c.queueUnholds(list)
 		}
 		next()
 	})
@@ -110,27 +111,49 @@ func (c *clientActor) unhold(next func()) {
 // hold takes holds on regions, all or none.
 func (c *clientActor) hold(l *link, handles []core.Handle, done func([]core.Place, error)) {
 	w := c.w
+	if w.planted(UnholdDropped) {
+		c.unholds = slices.DeleteFunc(c.unholds, func(u core.Handle) bool {
+			return slices.ContainsFunc(handles, func(h core.Handle) bool { return h.Region == u.Region })
+		})
+	}
 	c.holdSequence++
 	req := core.Hold{
-		Session: c.id, Server: w.server.id, Incarnation: l.incarnation, Views: true, Sequence: c.holdSequence, Handles: handles,
-		Peer: w.manager.peer(c.process),
+		Session: c.id, Server: l.srv.id, Incarnation: l.incarnation, Views: c.viewer, Sequence: c.holdSequence, Handles: handles,
+		Peer: c.peer(),
 	}
-	call(w, c.process, w.manager.process, "Hold", mayRepeat, w.manager.hold(req), func(out core.Held, err error, f fate) {
-		if err != nil {
-			if unknownOutcome(f, err) {
-				// It may be on record: a later sequence takes it back.
-				c.unholds = append(c.unholds, handles...)
-				c.kick()
+	lost := false
+	var try func()
+	try = func() {
+		call(w, c.process, w.manager.process, "Hold", mayRepeat, w.manager.hold(req), func(out core.Held, err error, f fate) {
+			if unknownOutcome(f, err) && !lost {
+				lost = true // repeating a recorded sequence succeeds
+				try()
+				return
 			}
-			done(nil, err)
-			return
-		}
-		c.holdToken = append([]byte(nil), out.Token[:]...)
-		if c.watching == nil {
-			c.watchManager()
-		}
-		done(out.Places, nil)
-	})
+			if err != nil {
+				if lost && !w.planted(UnholdDropped) {
+					// It may be on record: a later sequence takes it back.
+					c.queueUnholds(handles)
+					c.kick()
+				}
+				done(nil, err)
+				return
+			}
+			c.holdToken = append([]byte(nil), out.Token[:]...)
+			if c.watching == nil {
+				c.watchManager()
+			}
+			done(out.Places, nil)
+		})
+	}
+	try()
+}
+
+// queueUnholds queues holds to be given back, each region once.
+func (c *clientActor) queueUnholds(list []core.Handle) {
+	for _, h := range list {
+		c.unholds = append(slices.DeleteFunc(c.unholds, func(q core.Handle) bool { return q.Region == h.Region }), h)
+	}
 }
 
 // watchManager follows the regions that drain, and comes back after a loss.
@@ -171,7 +194,7 @@ func (c *clientActor) add(p core.Place, number uint32, own session.Ownership) er
 	c.w.mapRegion(m)
 	if err := c.core.AddRegion(infoOf(p, number), own); err != nil {
 		c.w.unmapRegion(m)
-		c.unholds = append(c.unholds, p.Handle)
+		c.queueUnholds([]core.Handle{p.Handle})
 		return err
 	}
 	c.maps[m.region] = m
@@ -202,7 +225,7 @@ func (c *clientActor) ensureMapped(l *link, ids []base.RegionID, next func()) {
 			return
 		}
 		call(w, c.process, l.process, "DescribeRegions", mayRepeat, func(answer func([]described, error)) {
-			out, err := w.server.describe(l.who, want)
+			out, err := l.srv.describe(l.who, want)
 			answer(out, err)
 		}, func(list []described, err error, _ fate) {
 			if err != nil {
@@ -234,6 +257,17 @@ func (c *clientActor) holdEach(l *link, list []described, next func()) {
 	for i, d := range found {
 		handles[i] = d.handle
 	}
+	if c.w.planted(ReadersTakeNoHold) {
+		for _, d := range found {
+			at := c.w.extents[d.region]
+			p := core.Place{Region: core.Region{ID: d.region, Pool: d.handle.Pool, Incarnation: d.handle.Incarnation, Extent: at.extent, Plan: at.plan}, Handle: d.handle}
+			if err := c.add(p, d.pool, session.Foreign); err != nil {
+				c.unreachable(l, d.pool, d.region)
+			}
+		}
+		next()
+		return
+	}
 	c.hold(l, handles, func(places []core.Place, err error) {
 		switch {
 		case err == nil:
@@ -257,7 +291,7 @@ func (c *clientActor) unreachable(l *link, pool uint32, id base.RegionID) {
 	w := c.w
 	w.note("%s cannot use region %d", c.process.name, id)
 	call(w, c.process, l.process, "ReportUnreachable", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, w.server.step(func(d *directory.Directory) error { return d.ReportUnreachable(w.now, l.who, pool, id) }))
+		answer(struct{}{}, l.srv.step(func(d *directory.Directory) error { return d.ReportUnreachable(l.srv.now(), l.who, pool, id) }))
 	}, func(_ struct{}, err error, _ fate) {
 		if err != nil {
 			c.failed(l, err)
@@ -287,7 +321,7 @@ func (c *clientActor) expand(l *link, medium base.Medium, bytes uint64, done fun
 	try = func() {
 		tries++
 		call(w, c.process, l.process, "Expand", mayRepeat, func(answer func(*directory.RegionGrant, error)) {
-			w.server.expand(l.who, p.req, w.now+20*time.Second, answer)
+			l.srv.expand(l.who, p.req, w.now+20*time.Second, answer)
 		}, func(g *directory.RegionGrant, err error, f fate) {
 			unknown := unknownOutcome(f, err)
 			if unknown && tries < 2 {
@@ -320,7 +354,7 @@ func (c *clientActor) expandCXL(l *link, done func(error)) {
 			done(err)
 			return
 		}
-		h := c.w.server.handle(g.Region, g.Incarnation)
+		h := l.srv.handle(g.Region, g.Incarnation)
 		h.Token = g.Write
 		c.lockMap(func() {
 			c.hold(l, []core.Handle{h}, func(places []core.Place, err error) {
@@ -347,7 +381,7 @@ func (c *clientActor) giveBack(l *link, g *directory.RegionGrant) {
 		return
 	}
 	call(w, c.process, l.process, "Return", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, w.server.step(func(d *directory.Directory) error { return d.Return(w.now, l.who, seq, g.Pool, g.Region) }))
+		answer(struct{}{}, l.srv.step(func(d *directory.Directory) error { return d.Return(l.srv.now(), l.who, seq, g.Pool, g.Region) }))
 	}, func(_ struct{}, _ error, _ fate) { c.core.End(seq) })
 }
 
@@ -418,8 +452,8 @@ func (c *clientActor) prepare(l *link, next func()) {
 		return
 	}
 	call(w, c.process, l.process, "ProveDomains", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, w.server.step(func(d *directory.Directory) error {
-			return d.ProveDomains(w.now, l.who, []base.PoolID{w.manager.pool()})
+		answer(struct{}{}, l.srv.step(func(d *directory.Directory) error {
+			return d.ProveDomains(l.srv.now(), l.who, []base.PoolID{w.manager.pool()})
 		}))
 	}, func(_ struct{}, err error, _ fate) {
 		keep(err)

@@ -7,6 +7,7 @@ import (
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/directory"
 	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/rm/core"
 	"github.com/xcena-dev/maru/internal/session"
 )
 
@@ -52,13 +53,13 @@ func (c *clientActor) write(ref session.PageRef, key int, end func()) {
 		return
 	}
 	w.note("%s writes %v to page %d of region %d", c.process.name, t, ref.Index, ref.Region)
-	page.half[0] = t
-	second := func() { page.half[1] = t }
+	w.write(page, 0, t)
+	second := func() { w.write(page, 1, t) }
 	wait := w.between(100*time.Microsecond, 20*time.Millisecond)
 	if w.trouble(5) {
 		wait = w.between(0, 5*time.Second)
 	}
-	if w.opt.Fault == PublishBeforeWrite && w.chance(20) {
+	if w.planted(PublishBeforeWrite) && w.chance(20) {
 		w.at(c.process, wait+w.between(0, 50*time.Millisecond), second)
 		w.at(c.process, wait, func() { c.commit(ref, t, end) })
 		return
@@ -91,7 +92,11 @@ func (c *clientActor) commit(ref session.PageRef, t tag, end func()) {
 	req := &hot.CommitRequest{Namespace: l.namespace, Rows: hot.AppendCommitRow(nil, &rows[0])}
 	req.Sequence, req.Watermark = seq, c.core.Watermark()
 	call(w, c.process, l.process, "Commit", mayRepeat, func(answer func([]byte, error)) {
-		out, err := w.server.commit(l.who, req)
+		out, err := l.srv.commit(l.who, req)
+		if err == nil && hot.CommitResults(out).At(0).Code == base.CodeOK && w.trouble(w.rough/60) {
+			w.ambush(c, t.key)
+			return
+		}
 		answer(out, err)
 	}, func(out []byte, err error, f fate) {
 		defer end()
@@ -99,7 +104,7 @@ func (c *clientActor) commit(ref session.PageRef, t tag, end func()) {
 		case err == nil:
 			refs := append([]session.PageRef(nil), c.core.Refs(seq)...)
 			if c.core.EndCommit(seq, hot.CommitResults(out)) {
-				if w.opt.Fault == MarkWithoutAsking {
+				if w.planted(MarkWithoutAsking) {
 					w.at(c.process, w.between(0, 300*time.Millisecond), func() { c.forceMark(refs, hot.CommitResults(out)) })
 				} else {
 					c.mark(refs, l)
@@ -107,7 +112,7 @@ func (c *clientActor) commit(ref session.PageRef, t tag, end func()) {
 			}
 			c.kick()
 			return
-		case f == answered && !unknownOutcome(f, err), f == notSent, w.opt.Fault == TimeoutIsAbort:
+		case f == answered && !unknownOutcome(f, err), f == notSent, w.planted(TimeoutIsAbort):
 			c.core.RefuseCommit(seq)
 		default:
 			w.result.Unknown++
@@ -122,7 +127,7 @@ func (c *clientActor) commit(ref session.PageRef, t tag, end func()) {
 func (c *clientActor) forceMark(refs []session.PageRef, results hot.CommitResults) {
 	for i, ref := range refs {
 		if m := c.maps[ref.Region]; m != nil && results.At(i).Code == base.CodeOK {
-			c.w.memory.marks[m.at.record(ref.Index)] = results.At(i).Order
+			c.w.setMark(m.at, ref.Index, results.At(i).Order)
 		}
 	}
 }
@@ -140,6 +145,9 @@ func (c *clientActor) acquire(kind base.LeaseKind, keys []int, got func(l *link,
 		return
 	}
 	req := &hot.AcquireRequest{Namespace: l.namespace, Kind: kind, Mode: hot.ModeEach}
+	if w.planted(ViewExpires) {
+		req.Kind = base.LeaseCopy
+	}
 	for _, k := range keys {
 		req.ManifestSizes = hot.AppendManifestSize(req.ManifestSizes, 1)
 		key := w.key(k)
@@ -147,7 +155,7 @@ func (c *clientActor) acquire(kind base.LeaseKind, keys []int, got func(l *link,
 	}
 	req.Sequence, req.Watermark = b.Sequence, c.core.Watermark()
 	call(w, c.process, l.process, "Acquire", mayRepeat, func(answer func([]byte, error)) {
-		out, err := w.server.acquire(l.who, req)
+		out, err := l.srv.acquire(l.who, req)
 		answer(out, err)
 	}, func(out []byte, err error, f fate) {
 		if err != nil {
@@ -189,23 +197,20 @@ func (c *clientActor) leased(b *session.Batch, rows []hot.AcquireRow, i int) *ce
 
 // load copies objects out, a half after the other, and throws away what it read after
 // its session had ended.
-func (c *clientActor) load(keys []int) {
+func (c *clientActor) load(keys []int) { c.copyFor(keys, 0) }
+
+// copyFor is a load that takes so long; 0: as long as chance wants.
+func (c *clientActor) copyFor(keys []int, long time.Duration) {
 	w := c.w
-	if c.current() == nil || c.closing || !c.core.Valid(w.now) {
+	if c.current() == nil || c.closing || !c.core.Valid(c.now()) {
 		return
 	}
 	end := c.begin()
 	c.acquire(base.LeaseCopy, keys, func(l *link, b *session.Batch, rows []hot.AcquireRow) {
-		type copied struct {
-			cell  *cell
-			want  tag
-			first tag
-			row   hot.AcquireRow
-		}
 		var list []copied
 		for i := range rows {
 			if page := c.leased(b, rows, i); page != nil {
-				list = append(list, copied{cell: page, want: tag{keys[i], rows[i].Checksum}, first: page.half[0], row: rows[i]})
+				list = append(list, copied{cell: page, want: tag{keys[i], rows[i].Checksum}, first: page.half[0], row: rows[i], index: i})
 			}
 		}
 		if len(list) == 0 {
@@ -218,29 +223,28 @@ func (c *clientActor) load(keys []int) {
 		if w.trouble(10) {
 			wait = w.between(0, 4*time.Second)
 		}
-		if w.trouble(w.rough / 15) {
+		if long > 0 {
+			wait = long
+		} else if w.trouble(w.rough / 15) {
 			w.at(nil, wait/2, func() { w.hunt(c, keys) })
 		}
+		if w.planted(ReleaseBeforeCopied) {
+			c.core.ReleaseBatch(b)
+			c.kick()
+		}
 		w.at(c.process, wait, func() {
-			second := make([]tag, len(list))
 			for i := range list {
-				second[i] = list[i].cell.half[1]
+				list[i].second = list[i].cell.half[1]
 			}
-			valid := c.core.Valid(w.now) && c.core.Epoch() == b.Epoch && c.core.ServerEpoch() == b.ServerEpoch
-			if w.opt.Fault == ReadIgnoresExpiry {
+			valid := c.core.Valid(c.now()) && c.core.Epoch() == b.Epoch && c.core.ServerEpoch() == b.ServerEpoch
+			if w.planted(ReadIgnoresExpiry) {
 				valid = true
 			}
-			for i, x := range list {
-				if !valid {
-					w.result.ReadsDiscarded++
-					continue
-				}
-				w.result.Reads++
-				if x.first != x.want || second[i] != x.want {
-					w.fail("R3", "%s read %v|%v at %v, committed is %v, and the read counts", c.process.name, x.first, second[i], x.row.Location(), x.want)
-				}
+			if c.confirm && valid && !w.planted(RemoteClockTrusted) {
+				c.confirmed(l, b, list, func(list []copied, ok bool) { c.loaded(list, ok); end() })
+				return
 			}
-			w.note("%s has read %v, counts: %v", c.process.name, keys, valid)
+			c.loaded(list, valid)
 			c.core.ReleaseBatch(b)
 			c.kick()
 			end()
@@ -248,10 +252,101 @@ func (c *clientActor) load(keys []int) {
 	})
 }
 
+// copied is one object of a load.
+type copied struct {
+	cell          *cell
+	want          tag
+	first, second tag
+	row           hot.AcquireRow
+	index         int
+}
+
+// loaded takes what was read: if it counts, it is what was committed. A remote reader
+// whose clock stood still with its machine looks at the roots before it counts.
+func (c *clientActor) loaded(list []copied, counts bool) {
+	w := c.w
+	for _, x := range list {
+		right := x.first == x.want && x.second == x.want
+		if !counts || c.remote && !c.confirm && !right && !w.planted(RemoteClockTrusted) {
+			w.result.ReadsDiscarded++
+			continue
+		}
+		w.result.Reads++
+		if !right {
+			w.fail("R3", "%s read %v|%v at %v, committed is %v, and the read counts", c.process.name, x.first, x.second, x.row.Location(), x.want)
+		}
+	}
+	w.note("%s has read %d objects, they count: %v", c.process.name, len(list), counts)
+}
+
+// confirmed releases a batch now; what it read counts where the server says that the
+// lease was in force until then.
+func (c *clientActor) confirmed(l *link, b *session.Batch, list []copied, done func([]copied, bool)) {
+	req := &hot.ReleaseRequest{Rows: hot.AppendReleaseRow(nil, hot.ReleaseRow{Acquire: b.Sequence, First: 0, Count: uint32(len(b.Rows))})} //nolint:gosec // a few
+	req.Watermark = c.core.Watermark()
+	call(c.w, c.process, l.process, "Release", mayRepeat, func(answer func([]byte, error)) {
+		var held []byte
+		err := l.srv.step(func(d *directory.Directory) (err error) {
+			held, err = d.Release(l.srv.now(), l.who, req, nil)
+			return err
+		})
+		answer(held, err)
+	}, func(held []byte, err error, _ fate) {
+		if err != nil {
+			c.core.ReleaseBatch(b)
+			c.kick()
+			c.failed(l, err)
+			done(list, false)
+			return
+		}
+		for i := range b.Rows {
+			c.core.ConfirmRow(b, i)
+		}
+		var good []copied
+		for _, x := range list {
+			if x.index < len(held) && held[x.index] == 1 {
+				good = append(good, x)
+			}
+		}
+		c.w.result.ReadsDiscarded += len(list) - len(good)
+		c.kick()
+		done(good, true)
+	})
+}
+
+// fork has a child come up with a copy of the session's state. It inherits no mapping and
+// no open socket, and the handle refuses it; what it can still do is to ask for the end of
+// the parent's holds, by the session's id and the regions' numbers.
+func (c *clientActor) fork(life time.Duration) {
+	w := c.w
+	w.result.Forks++
+	child := w.newProcess(c.process.name + "-child")
+	var list []core.Handle
+	for _, id := range sortedRegions(c.handles) {
+		h := c.handles[id]
+		h.Token = nil
+		list = append(list, h)
+	}
+	w.at(nil, life, func() { w.end(child) })
+	if len(list) == 0 {
+		return
+	}
+	req := core.Unhold{Session: c.id, Sequence: c.holdSequence + 100, Handles: list, Peer: w.manager.peer(child)}
+	call(w, child, w.manager.process, "Unhold", once, w.manager.unhold(req), func(_ struct{}, err error, f fate) {
+		if c.alive() && f == answered && err == nil && len(c.maps) > 0 {
+			w.fail("S1", "%s ended holds of %s", child.name, c.process.name)
+		}
+	})
+}
+
 // look exports views for a while.
 func (c *clientActor) look(keys []int) {
 	w := c.w
 	if c.current() == nil || c.closing {
+		return
+	}
+	if !c.viewer {
+		c.load(keys)
 		return
 	}
 	end := c.begin()
@@ -266,6 +361,7 @@ func (c *clientActor) look(keys []int) {
 			v := &view{id: c.core.AddView(b, i), cell: page, want: tag{keys[i], rows[i].Checksum}, row: rows[i], acquire: b.Sequence, index: uint32(i)} //nolint:gosec // a row
 			w.note("%s exports %v at %v", c.process.name, v.want, v.row.Location())
 			c.views = append(c.views, v)
+			c.checkView(v)
 			w.result.Views++
 			w.at(c.process, w.between(10*time.Millisecond, 15*time.Second), func() { c.unlook(v) })
 		}
@@ -278,7 +374,7 @@ func (c *clientActor) unlook(v *view) {
 		if have == v {
 			c.views = append(c.views[:i], c.views[i+1:]...)
 			if !c.left {
-				if c.w.opt.Fault == ReleaseWhileListing && c.core.Phase() == session.Relisting && c.current() != nil {
+				if c.w.planted(ReleaseWhileListing) && c.core.Phase() == session.Relisting && c.current() != nil {
 					c.releaseEarly(c.current(), v)
 				}
 				c.core.ReleaseView(v.id)
@@ -303,7 +399,7 @@ func (c *clientActor) remove(key int) {
 	w.note("%s deletes key %d", c.process.name, key)
 	w.result.Deletes++
 	call(w, c.process, l.process, "Delete", mayRepeat, func(answer func(base.Code, error)) {
-		w.server.remove(l.who, seq, w.key(key), answer)
+		l.srv.remove(l.who, seq, w.key(key), answer)
 	}, func(code base.Code, err error, _ fate) {
 		defer end()
 		c.core.End(seq)
@@ -320,7 +416,7 @@ func (c *clientActor) probe(keys []int, target base.SessionID) {
 	if l == nil || c.closing {
 		return
 	}
-	req := &hot.ProbeRequest{RequestID: w.rng.Uint64N(8), Namespace: l.namespace, Mode: hot.ModeEach, Targets: target[:]}
+	req := &hot.ProbeRequest{RequestID: w.Uint64N(8), Namespace: l.namespace, Mode: hot.ModeEach, Targets: target[:]}
 	for _, k := range keys {
 		key := w.key(k)
 		req.Keys = append(req.Keys, key[:]...)
@@ -328,13 +424,13 @@ func (c *clientActor) probe(keys []int, target base.SessionID) {
 	req.Watermark = c.core.Watermark()
 	call(w, c.process, l.process, "Probe", mayRepeat, func(answer func([]byte, error)) {
 		var out []byte
-		err := w.server.step(func(d *directory.Directory) (err error) {
-			out, _, err = d.ProbeKeep(w.now, l.who, req, nil)
+		err := l.srv.step(func(d *directory.Directory) (err error) {
+			out, _, err = d.ProbeKeep(l.srv.now(), l.who, req, nil)
 			return err
 		})
 		for i, v := range out {
 			if hot.Verdict(v).Status() == hot.Hit {
-				w.probed(keys[i])
+				w.probed(l.srv, keys[i])
 			}
 		}
 		answer(out, err)
@@ -406,7 +502,7 @@ func (c *clientActor) say(l *link, kind directory.CloseKind) {
 	}
 	w := c.w
 	call(w, c.process, l.process, "Close", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, w.server.step(func(d *directory.Directory) error { return d.Close(w.now, l.who, kind) }))
+		answer(struct{}{}, l.srv.step(func(d *directory.Directory) error { return d.Close(l.srv.now(), l.who, kind) }))
 	}, func(_ struct{}, err error, _ fate) {
 		if err != nil && !errors.Is(err, base.ErrTimeout) {
 			w.note("%s: Close is answered %v", c.process.name, err)

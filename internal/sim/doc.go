@@ -4,20 +4,33 @@
 // of docs/PROTOCOL.md after every event.
 //
 // Its actors are the shells without their I/O: they make the same calls in the same
-// order, wait for the same answers and keep the same state between them. A message may
-// be late, lost, delivered twice or out of order; a program may be stopped for longer
-// than its session lives, killed between any two of its events, or started again from
-// what is durable. Pages are two words each, written and copied one after the other, so
-// that a torn or wrong read can be seen.
+// order, wait for the same answers and keep the same state between them. What they meet:
+//
+//   - Messages late, lost, delivered twice or out of order; partitions of one pair of
+//     programs; broken connections.
+//   - Programs stopped for longer than a session lives, killed between any two of their
+//     events, started again from what is durable. The store's last transaction is lost
+//     whole; the header's slot is not written, or torn.
+//   - A store that cannot be written, a device that cannot.
+//   - Clocks of all processes off by up to 0.1 %; the whole machine standing still, its
+//     clock too or not; remote mappers on a machine of their own, whose clock stands still
+//     with it and whose end only an operator can tell.
+//   - Rolling updates: two servers with one id, the older one fenced, at once or after a
+//     partition. Forks. Sessions that come back from being suspect, or leave with views.
+//
+// Pages are two words each, written and copied one after the other, so that a torn or
+// wrong read can be seen.
 //
 // It is no test of the shells, of the codecs (rows are packed by internal/hot, frames
-// are not made) or of several hosts: there is one node, one pool, one namespace.
+// are not made) or of agents: there is one resource manager, one pool, one namespace.
 //
 // # Determinism
 //
-// All choices come from one PCG of the seed, and nothing depends on a map's order, a
-// clock or a goroutine: a seed replays its run, event by event. Result.Digest covers
-// the trace.
+// A seed is made into a Script: the world, and a list of actions each with its own draws.
+// An event draws from the chain of what caused it, so that an action that is taken out
+// shifts none of the others; nothing depends on a map's order, a clock or a goroutine. A
+// script replays its run, event by event, and its text is a whole description:
+// Result.Digest covers the events and the draws. Shrink makes a failing script short.
 //
 // # What is checked
 //
@@ -31,11 +44,22 @@
 //     assertions of the cores.
 //   - R7 what was retired or deleted with acknowledgement is never found again, and no
 //     mark of it is on the device, in any region that does not drain: a rebuild would
-//     read none.
-//   - L1 when faults stop, nothing stays retiring, quarantined, suspect or draining, and
-//     when all have closed or died every byte is free.
+//     read none. Of a server that was fenced and cannot hear of it only the bytes of its
+//     hits are checked.
+//   - L1 when faults stop, nothing stays retiring, quarantined, suspect or draining, no
+//     fenced server goes on, and when all have closed or died every byte is free.
 //
-// A Fault plants an error into an actor, to show that the checks find it.
+// After each event the parts are checked that it can have changed: a directory that was
+// called, the resource manager's regions when its core, a mapping or an acknowledgement
+// changed, marks when one was written or a delete acknowledged, views when their page was
+// written, a client when its process ran. Everything is checked after every 64 events and
+// at the end. Events are put into words only for somebody who reads them.
+//
+// # Planted errors
+//
+// A Fault plants an error into an actor, to show that the checks find it: one for each
+// defect BUG-01, 03, 04 and CTX-20, 22 to 25, and at least one for each rule of section 3.
+// `maru sim --faults` says how many seeds each took.
 //
 // Source: docs/PROTOCOL.md; the shells internal/rm, internal/server, client.
 package sim

@@ -28,14 +28,15 @@ func (c *cell) shows(t tag) bool { return c.half[0] == t && c.half[1] == t }
 
 func (c *cell) String() string { return fmt.Sprintf("%v|%v", c.half[0], c.half[1]) }
 
-// memory is the pool's device behind its header.
+// memory is the pool's device behind its header. A record is kept with the page that it
+// is of: tables of regions overlap as their pages do.
 type memory struct {
 	cells []cell
-	marks map[uint64]base.CommitOrder // by byte offset of the record
+	marks []base.CommitOrder
 }
 
 func newMemory() *memory {
-	return &memory{cells: make([]cell, deviceBytes/pageBytes), marks: map[uint64]base.CommitOrder{}}
+	return &memory{cells: make([]cell, deviceBytes/pageBytes), marks: make([]base.CommitOrder, deviceBytes/pageBytes)}
 }
 
 // regionAt is where a region lies.
@@ -44,16 +45,34 @@ type regionAt struct {
 	plan   poolfmt.Plan
 }
 
-func (r regionAt) record(p base.PageIndex) uint64 { return r.extent.Offset + r.plan.Record(p) }
-
-func (m *memory) page(r regionAt, p base.PageIndex) *cell {
-	return &m.cells[(r.extent.Offset+r.plan.Page(p))/pageBytes]
+func (r regionAt) cell(p base.PageIndex) uint64 {
+	return (r.extent.Offset + r.plan.Page(p)) / pageBytes
 }
+
+func (m *memory) page(r regionAt, p base.PageIndex) *cell { return &m.cells[r.cell(p)] }
 
 // zero clears a region's table.
 func (m *memory) zero(r regionAt) {
 	for p := range r.plan.PageCount {
-		delete(m.marks, r.record(base.PageIndex(p))) //nolint:gosec // a page
+		m.marks[r.cell(base.PageIndex(p))] = 0 //nolint:gosec // a page
+	}
+}
+
+// setMark writes a record's mark; 0 clears it.
+func (w *world) setMark(r regionAt, p base.PageIndex, order base.CommitOrder) {
+	w.memory.marks[r.cell(p)] = order
+	w.dirty.marks = true
+}
+
+// write puts half of a page's content into memory; views of it must not change (R3).
+func (w *world) write(c *cell, half int, t tag) {
+	c.half[half] = t
+	for _, other := range w.clients {
+		for _, v := range other.views {
+			if v.cell == c {
+				other.checkView(v)
+			}
+		}
 	}
 }
 
@@ -69,6 +88,7 @@ type mapping struct {
 func (w *world) mapRegion(m *mapping) {
 	w.note("%s maps region %d %v", m.process.name, m.region, m.at.extent)
 	w.mappings = append(w.mappings, m)
+	w.dirty.manager = true
 }
 
 func (w *world) unmapRegion(m *mapping) {
@@ -76,6 +96,7 @@ func (w *world) unmapRegion(m *mapping) {
 	for i, have := range w.mappings {
 		if have == m {
 			w.mappings = append(w.mappings[:i], w.mappings[i+1:]...)
+			w.dirty.manager = true
 			return
 		}
 	}
@@ -90,25 +111,45 @@ type stored struct {
 	order   base.CommitOrder
 	session base.SessionID
 	server  base.ServerEpoch
-	hidden  base.ServerEpoch // the server that retired it; its successor may not know
-	retired bool             // the writer was told so
+	hidden  base.ServerEpoch // of the server that hid it for good
+	retired bool             // and its writer was told so
 	deleted bool             // and its delete was acknowledged
 }
 
 // truth is every commit of the run.
 type truth struct {
 	bySerial map[uint64]*stored
-	list     []*stored
+	byKey    [keyCount][]*stored
+	byOrder  map[base.CommitOrder]*stored // of cxl pools
+	byUse    map[use]*stored
 	serial   uint64
 }
 
-func newTruth() truth { return truth{bySerial: map[uint64]*stored{}} }
+// use is one use of a page. Private regions of two sessions may have one id.
+type use struct {
+	region  base.RegionID
+	page    base.PageIndex
+	gen     base.Generation
+	session base.SessionID // of private regions
+}
 
-func (t *truth) find(region base.RegionID, page base.PageIndex, gen base.Generation, session base.SessionID) *stored {
-	for i := len(t.list) - 1; i >= 0; i-- {
-		if s := t.list[i]; s.region == region && s.page == page && s.gen == gen && (region < base.FirstPrivateRegion || s.session == session) {
-			return s
-		}
+func useOf(region base.RegionID, page base.PageIndex, gen base.Generation, session base.SessionID) use {
+	u := use{region: region, page: page, gen: gen}
+	if region >= base.FirstPrivateRegion {
+		u.session = session
 	}
-	return nil
+	return u
+}
+
+func newTruth() truth {
+	return truth{bySerial: map[uint64]*stored{}, byOrder: map[base.CommitOrder]*stored{}, byUse: map[use]*stored{}}
+}
+
+func (t *truth) add(s *stored) {
+	t.bySerial[s.tag.serial] = s
+	t.byKey[s.tag.key] = append(t.byKey[s.tag.key], s)
+	t.byUse[useOf(s.region, s.page, s.gen, s.session)] = s
+	if s.region < base.FirstPrivateRegion {
+		t.byOrder[s.order] = s
+	}
 }

@@ -1,16 +1,20 @@
 package sim
 
-import "time"
+import (
+	"time"
+
+	"github.com/xcena-dev/maru/internal/directory"
+)
 
 // callTimeout is how long a caller waits.
 const callTimeout = 2 * time.Second
 
 // latency of one message.
 func (w *world) latency() time.Duration {
-	if !w.faulty {
+	if !w.faulty || w.calm {
 		return w.between(100*time.Microsecond, 2*time.Millisecond)
 	}
-	switch n := w.rng.IntN(100); {
+	switch n := w.IntN(100); {
 	case n < 80:
 		return w.between(100*time.Microsecond, 5*time.Millisecond)
 	case n < 95:
@@ -51,12 +55,24 @@ func call[T any](w *world, from, to *process, what string, rep again, serve func
 	})
 	deliver := func() {
 		serve(func(v T, err error) {
+			if w.isCut(from, to) {
+				w.note("network: answer to %s cannot reach %s", what, from.name)
+				return
+			}
 			if w.trouble(3) {
 				w.note("network: answer to %s of %s is lost", what, from.name)
 				return
 			}
-			w.at(from, w.latency(), func() { finish(v, err, answered) })
+			d := w.latency()
+			if c := from.client; c != nil && c.edge != nil && what == "Heartbeat" {
+				d = w.between(1200*time.Millisecond, 1700*time.Millisecond)
+			}
+			w.at(from, d, func() { finish(v, err, answered) })
 		})
+	}
+	if w.isCut(from, to) {
+		w.note("network: %s cannot reach %s", from.name, to.name)
+		return
 	}
 	if w.trouble(3) {
 		w.note("network: %s of %s is lost", what, from.name)
@@ -84,11 +100,125 @@ func (s *stream) send(f func()) {
 	if s.broken || s.from.ended || s.to.ended {
 		return
 	}
-	at := max(s.last, s.w.now+s.w.latency())
+	// What a partition holds up is sent again after it.
+	at := max(s.last, s.w.cutEnds(s.from, s.to)+s.w.latency())
 	s.last = at
 	s.w.at(s.to, at-s.w.now, func() {
 		if !s.broken {
 			f()
 		}
 	})
+}
+
+// cut is a partition: programs that cannot reach each other for a while. A client is
+// named by its rank, so that whoever replaces it is cut off too.
+type cut struct {
+	kind        Kind
+	rank        int
+	only        *process // of the daemons; nil: all servers
+	from, until time.Duration
+}
+
+// brokenAfter is how long a connection lives without an answer (keepalive).
+const brokenAfter = 3 * time.Second
+
+func (w *world) cut(kind Kind, rank int, d time.Duration) {
+	w.note("network: %v %d for %v", kind, rank, d)
+	w.result.Cuts++
+	w.cuts = append(w.cuts, cut{kind: kind, rank: rank, until: w.now + d})
+	if d <= brokenAfter {
+		return
+	}
+	switch s := w.server; kind {
+	case ActCutServer:
+		if c := w.worker(rank); c != nil && w.planted(DisconnectIsProof) && s.alive() {
+			w.at(s.process, brokenAfter, func() { s.sessionGone(c.id, directory.GonePidfd) })
+		}
+	case ActCutDaemons:
+		for _, s := range append([]*serverActor{s}, w.older...) {
+			w.at(s.process, brokenAfter, s.linkLost)
+		}
+	case ActCutManager:
+		if c := w.worker(rank); c != nil && c.watching != nil {
+			c.watching.broken = true
+			w.at(c.process, brokenAfter, c.watchManager)
+		}
+	}
+}
+
+// cutEnds is now, or when the last partition between two programs ends.
+func (w *world) cutEnds(a, b *process) time.Duration {
+	end := w.now
+	if len(w.cuts) == 0 || !w.faulty {
+		return end
+	}
+	if a.client == nil {
+		a, b = b, a
+	}
+	manager := a == w.manager.process || b == w.manager.process
+	kept := w.cuts[:0]
+	for _, c := range w.cuts {
+		if c.until <= w.now {
+			continue
+		}
+		kept = append(kept, c)
+		between := false
+		switch {
+		case c.from > w.now:
+		case a.client == nil:
+			between = c.kind == ActCutDaemons && (c.only == nil || c.only == a || c.only == b)
+		case int(a.client.rank) == c.rank:
+			between = c.kind == ActCutServer && !manager || c.kind == ActCutManager && manager
+		}
+		if between {
+			end = max(end, c.until)
+		}
+	}
+	w.cuts = kept
+	return end
+}
+
+func (w *world) isCut(a, b *process) bool { return w.cutEnds(a, b) > w.now }
+
+// stopMachine has every program stand still, as when a VM is paused. Its clock stands
+// still too, or jumps when it goes on. Nobody on it can tell; what a remote reader sees
+// are peers that do not answer.
+func (w *world) stopMachine(d time.Duration, clockToo bool) {
+	if w.machine.stopped {
+		return
+	}
+	w.note("the machine stands still for %v, its clock too: %v", d, clockToo)
+	w.result.Machines++
+	w.machine.stopped, w.machine.clockToo, w.machine.since = true, clockToo, w.now
+	for _, p := range w.processes {
+		if p.client == nil || !p.client.remote {
+			w.pause(p, d)
+		}
+	}
+	w.at(nil, d, w.machineGoesOn)
+}
+
+func (w *world) machineGoesOn() {
+	m := &w.machine
+	if !m.stopped {
+		return
+	}
+	m.stopped = false
+	if m.clockToo {
+		w.stood += w.now - m.since
+	}
+	waiting := m.waiting
+	m.waiting = nil
+	for _, f := range waiting {
+		f()
+	}
+}
+
+// onMachine runs f, when the machine goes on if it stands still.
+func (w *world) onMachine(f func()) {
+	if w.machine.stopped {
+		w.machine.waiting = append(w.machine.waiting, f)
+		return
+	}
+	f()
 }

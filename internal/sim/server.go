@@ -8,8 +8,6 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/directory"
-	"github.com/xcena-dev/maru/internal/hot"
-	"github.com/xcena-dev/maru/internal/poolfmt"
 	"github.com/xcena-dev/maru/internal/rm/core"
 )
 
@@ -29,7 +27,9 @@ const (
 type serverActor struct {
 	w         *world
 	id        base.OwnerID
-	directory [base.IDBytes]byte
+	directory [base.IDBytes]byte // its state directory
+	secretOf  base.OwnerSecret   // the operator gives it to all servers with the id
+	dirty     bool               // to be checked
 
 	// Of this life:
 	process     *process
@@ -56,17 +56,16 @@ type flightKey struct {
 }
 
 func newServer(w *world) *serverActor {
-	return &serverActor{w: w, id: w.id(), directory: w.id()}
+	s := &serverActor{w: w, id: w.id(), directory: w.id()}
+	var err error
+	if s.secretOf, err = base.MakeOwnerSecret(append(s.id[:], s.directory[:]...)); err != nil {
+		w.fail("sim", "secret: %v", err)
+	}
+	return s
 }
 
-// secret is what its state directory keeps.
-func (s *serverActor) secret() base.OwnerSecret {
-	secret, err := base.MakeOwnerSecret(append(s.id[:], s.directory[:]...))
-	if err != nil {
-		s.w.fail("sim", "secret: %v", err)
-	}
-	return secret
-}
+// now is what its clock says.
+func (s *serverActor) now() time.Duration { return s.process.clock() }
 
 // claim is what the calls of an owner carry.
 func (s *serverActor) claim(inc base.Incarnation) core.Claim {
@@ -78,8 +77,8 @@ func (s *serverActor) alive() bool { return s.process != nil && !s.process.ended
 
 func (s *serverActor) start() {
 	w := s.w
-	s.process = w.newProcess(fmt.Sprintf("server%d", w.result.ServerRestarts))
-	s.epoch = base.ServerEpoch(w.rng.Uint64() | 1)
+	s.process = w.newProcess(fmt.Sprintf("server%d", w.result.ServerRestarts+w.result.Rolls))
+	s.epoch = base.ServerEpoch(w.Uint64() | 1)
 	s.incarnation, s.link, s.connecting, s.waiting = 0, nil, false, nil
 	s.seen, s.bound = map[base.SessionID]int64{}, map[base.SessionID]int64{}
 	s.peers = map[base.SessionID]*clientActor{}
@@ -88,12 +87,12 @@ func (s *serverActor) start() {
 	s.meant = map[flightKey][]*stored{}
 	s.draining = map[base.RegionID]time.Duration{}
 	manager := directory.ManagerExpected
-	if w.opt.Fault == OwnerNotAwaited {
+	if w.planted(OwnerNotAwaited) {
 		manager = directory.ManagerNone
 	}
 	d, err := directory.New(directory.Config{
 		ServerEpoch: s.epoch, TTL: ttl, RequestLeaseTTL: 5 * time.Second, EventTimeout: 20 * time.Second, RetryInterval: time.Second,
-		CPUBudgetBytes: cpuBudgetBytes, HashSeed: w.rng.Uint64(), Manager: manager,
+		CPUBudgetBytes: cpuBudgetBytes, HashSeed: w.Uint64(), Manager: manager,
 		Limits: directory.Limits{
 			MaxObjects: 4096, MaxExtraReplicas: 4096, MaxRegions: 64, MaxRegionPages: 64, MaxPages: 1024, MaxEvents: 16, MaxOperations: 512,
 		},
@@ -104,21 +103,24 @@ func (s *serverActor) start() {
 	}
 	s.dir = d
 	w.note("%s starts with epoch %x", s.process.name, uint64(s.epoch))
-	s.connect()
-	s.tick()
-	w.at(s.process, w.between(time.Second, sweepInterval), s.sweep)
+	w.by(s.process, func() {
+		s.connect()
+		s.tick()
+		w.at(s.process, w.between(time.Second, sweepInterval), s.sweep)
+	})
 }
 
 // tick calls the directory's clock.
 func (s *serverActor) tick() {
 	var next time.Duration
-	_ = s.step(func(d *directory.Directory) error { next = d.Tick(s.w.now); return nil })
-	wait := min(max(next-s.w.now, time.Millisecond), time.Second)
+	_ = s.step(func(d *directory.Directory) error { next = d.Tick(s.now()); return nil })
+	wait := min(max(next-s.now(), time.Millisecond), time.Second)
 	s.w.at(s.process, wait, s.tick)
 }
 
 // step runs f and carries out what it left.
 func (s *serverActor) step(f func(d *directory.Directory) error) error {
+	s.dirty = true
 	err := f(s.dir)
 	for _, e := range s.dir.AppendEffects(nil) {
 		s.perform(&e)
@@ -126,12 +128,22 @@ func (s *serverActor) step(f func(d *directory.Directory) error) error {
 	return err
 }
 
+// suspects reports whether a session is hidden and holds something.
+func (s *serverActor) suspects(id base.SessionID) bool {
+	for _, x := range s.dir.Usage(s.now()).Sessions {
+		if x.Session == id {
+			return x.State == directory.StateSuspect && x.Regions > 0
+		}
+	}
+	return false
+}
+
 func (s *serverActor) perform(e *directory.Effect) {
 	w := s.w
 	switch e.Kind {
 	case directory.EffectSendEvent:
 		if e.Event.Kind == directory.EventRetire {
-			w.hidden(e.Event.Region, base.PageIndex(e.Event.Offset/pageBytes), e.Event.Generation, e.Session)
+			w.hidden(s, e.Event.Region, base.PageIndex(e.Event.Offset/pageBytes), e.Event.Generation, e.Session)
 		}
 		c := s.peers[e.Session]
 		if c == nil || w.trouble(10) {
@@ -143,7 +155,7 @@ func (s *serverActor) perform(e *directory.Effect) {
 		effect := *e
 		s.freeAtManager(effect.Region, effect.Incarnation, func(err error) {
 			_ = s.step(func(d *directory.Directory) error {
-				d.RegionFreed(w.now, effect.Pool, effect.Region, err)
+				d.RegionFreed(s.now(), effect.Pool, effect.Region, err)
 				return nil
 			})
 		})
@@ -151,7 +163,7 @@ func (s *serverActor) perform(e *directory.Effect) {
 		effect := *e
 		done := func(_ struct{}, err error, _ fate) {
 			_ = s.step(func(d *directory.Directory) error {
-				d.RecordsCleared(w.now, effect.Pool, effect.Region, effect.Pages, err)
+				d.RecordsCleared(s.now(), effect.Pool, effect.Region, effect.Pages, err)
 				return nil
 			})
 		}
@@ -167,8 +179,10 @@ func (s *serverActor) perform(e *directory.Effect) {
 		}
 		delete(s.deletes, e.Delete)
 	case directory.EffectSessionExpired:
-		w.note("%s: session of %s expired", s.process.name, w.nameOf(e.Session))
-		if w.opt.Fault == ExpiryIsProof {
+		if w.trace != nil {
+			w.note("%s: session of %s expired", s.process.name, w.nameOf(e.Session))
+		}
+		if w.planted(ExpiryIsProof) {
 			id := e.Session
 			w.at(s.process, 0, func() { s.sessionGone(id, directory.GonePidfd) })
 		}
@@ -210,20 +224,27 @@ func (s *serverActor) wentFree(id base.RegionID) {
 
 // checkFenced ends a server that a newer incarnation has fenced.
 func (s *serverActor) checkFenced(err error) {
-	if errors.Is(err, base.ErrFenced) {
-		s.w.at(s.process, 0, func() {
-			s.w.note("%s is fenced and stops", s.process.name)
-			s.w.stopServer()
+	if errors.Is(err, base.ErrFenced) && !s.w.planted(FencedGoesOn) {
+		p := s.process
+		s.w.at(p, 0, func() {
+			s.w.note("%s is fenced and stops", p.name)
+			s.w.result.Fenced++
+			s.w.stopServer(s)
 		})
 	}
 }
 
 // sessionGone tells the directory of a proof.
 func (s *serverActor) sessionGone(id base.SessionID, proof directory.GoneProof) {
-	s.w.note("%s: session of %s is gone (%v)", s.process.name, s.w.nameOf(id), proof)
+	if s.w.planted(CrashNotTold) && proof == directory.GonePidfd {
+		return
+	}
+	if s.w.trace != nil {
+		s.w.note("%s: session of %s is gone (%v)", s.process.name, s.w.nameOf(id), proof)
+	}
 	delete(s.bound, id)
 	delete(s.peers, id)
-	_ = s.step(func(d *directory.Directory) error { d.SessionGone(s.w.now, id, proof); return nil })
+	_ = s.step(func(d *directory.Directory) error { d.SessionGone(s.now(), id, proof); return nil })
 }
 
 // bind watches a session's process; one that has ended already is reported at once.
@@ -282,7 +303,7 @@ func (s *serverActor) setPools(list []core.Pool) {
 			CapacityBytes: p.CapacityBytes, LargestFreeBytes: p.LargestFreeBytes, Online: p.OfflineReason == "",
 		})
 	}
-	if err := s.step(func(d *directory.Directory) error { return d.SetPools(s.w.now, pools) }); err != nil {
+	if err := s.step(func(d *directory.Directory) error { return d.SetPools(s.now(), pools) }); err != nil {
 		s.w.fail("sim", "pools are refused: %v", err)
 	}
 }
@@ -292,7 +313,7 @@ func (s *serverActor) startOwner(again func()) {
 	node, boot := w.manager.cfg.Node, w.manager.cfg.Boot
 	call(w, s.process, w.manager.process, "StartOwner", once, w.manager.startOwner(core.StartOwner{
 		Owner: s.id, Name: "server", Node: node, Boot: boot, Directory: s.directory, Locked: true, Process: w.manager.processID(s.process.pid),
-		Secret: s.secret(),
+		Secret: s.secretOf,
 	}), func(started core.Started, err error, _ fate) {
 		if err != nil {
 			again()
@@ -314,7 +335,7 @@ func (s *serverActor) startOwner(again func()) {
 
 // recover takes over the regions of older incarnations.
 func (s *serverActor) recover(started core.Started, l ownerList) {
-	now := s.w.now
+	now := s.now()
 	holders := map[base.RegionID][]directory.Holder{}
 	for _, h := range l.holds {
 		if h.Server == s.id {
@@ -325,7 +346,7 @@ func (s *serverActor) recover(started core.Started, l ownerList) {
 	var list []directory.RecoveredRegion
 	for _, r := range l.regions {
 		if r.OwnerIncarnation == started.Incarnation || r.State == core.RegionDraining ||
-			s.w.opt.Fault == RecoverHeldOnly && len(holders[r.ID]) == 0 {
+			s.w.planted(RecoverHeldOnly) && len(holders[r.ID]) == 0 {
 			continue
 		}
 		list = append(list, directory.RecoveredRegion{
@@ -333,7 +354,7 @@ func (s *serverActor) recover(started core.Started, l ownerList) {
 			Write: r.Handle.Token, Holders: holders[r.ID],
 		})
 	}
-	if s.w.opt.Fault == ForgetHolders {
+	if s.w.planted(ForgetHolders) {
 		for i := range list {
 			list[i].Holders = slices.DeleteFunc(list[i].Holders, func(h directory.Holder) bool { return h.Session != list[i].Writer })
 		}
@@ -342,7 +363,7 @@ func (s *serverActor) recover(started core.Started, l ownerList) {
 		if err := d.RecoverRegions(now, list); err != nil {
 			return err
 		}
-		if started.PredecessorsEnded {
+		if started.PredecessorsEnded || s.w.planted(FenceStartsTTL) {
 			d.PredecessorsEnded(now)
 		}
 		return d.SetOwner(now, started.Incarnation)
@@ -370,17 +391,16 @@ func (s *serverActor) watch(again func()) {
 		}
 	}
 	call(w, s.process, w.manager.process, "WatchOwner", once, func(answer func(*stream, error)) {
-		w.manager.watchOwner(s.process, s.claim(s.incarnation), func(holders []base.SessionID) {
-			mine := w.manager.owner
-			if settled || mine == nil || mine.to != s.process || mine.from.ended {
+		w.manager.watchOwner(s, s.claim(s.incarnation), func(mine *stream, holders []base.SessionID) {
+			if settled || mine.from.ended || mine.broken {
 				return
 			}
 			settled = true
-			s.link, s.connecting = mine.stream, false
+			s.link, s.connecting = mine, false
 			w.note("%s: the resource manager is there", s.process.name)
 			s.watched(holders)
 			w.at(s.process, w.latency(), s.sweepOnce)
-		}, s.ownerEvent)(answer)
+		})(answer)
 	}, func(_ *stream, err error, _ fate) {
 		s.checkFenced(err)
 		if err != nil {
@@ -426,7 +446,7 @@ func (s *serverActor) watched(holders []base.SessionID) {
 	for _, h := range holders {
 		holds[h] = true
 	}
-	u := s.dir.Usage(s.w.now)
+	u := s.dir.Usage(s.now())
 	private := map[base.SessionID]bool{}
 	for _, p := range u.Pools {
 		if p.Grant.Private {
@@ -443,6 +463,16 @@ func (s *serverActor) watched(holders []base.SessionID) {
 			s.sessionGone(x.Session, directory.GoneDeregistered)
 		}
 	}
+}
+
+// holdersOf lists who holds regions of an owner.
+func holdersOf(holds []core.HoldInfo, owner base.OwnerID) (out []base.SessionID) {
+	for _, h := range holds {
+		if h.Server == owner {
+			out = append(out, h.Session)
+		}
+	}
+	return out
 }
 
 func (s *serverActor) sweep() {
@@ -464,7 +494,10 @@ func (s *serverActor) sweepOnce() {
 		}
 		s.setPools(l.pools)
 		if l.ended && s.dir.RelistIncomplete() {
-			_ = s.step(func(d *directory.Directory) error { d.PredecessorsEnded(w.now); return nil })
+			_ = s.step(func(d *directory.Directory) error { d.PredecessorsEnded(s.now()); return nil })
+		}
+		if !w.planted(SweepBlind) {
+			s.watched(holdersOf(l.holds, s.id))
 		}
 		inFlight, relisting := s.dir.AllocationInFlight(), s.dir.RelistIncomplete()
 		for _, r := range l.regions {
@@ -474,133 +507,11 @@ func (s *serverActor) sweepOnce() {
 			case own && inFlight, !own && relisting:
 				w.at(s.process, time.Second, s.sweepOnce)
 				return
+			case w.planted(LeakOnError):
 			default:
 				w.note("%s: region %d is nobody's", s.process.name, r.ID)
 				s.freeAtManager(r.ID, r.Incarnation, func(error) {})
 			}
 		}
 	})
-}
-
-// commit publishes, and checks what is published (R1).
-func (s *serverActor) commit(who directory.Caller, req *hot.CommitRequest) ([]byte, error) {
-	var out []byte
-	err := s.step(func(d *directory.Directory) (err error) {
-		out, err = d.Commit(s.w.now, who, req, nil)
-		return err
-	})
-	if err == nil {
-		s.w.committed(who.Session, req.Rows, hot.CommitResults(out))
-	}
-	return out, err
-}
-
-// acquire leases, and checks what is found (R7).
-func (s *serverActor) acquire(who directory.Caller, req *hot.AcquireRequest) (out []byte, err error) {
-	err = s.step(func(d *directory.Directory) (err error) {
-		out, _, err = d.Acquire(s.w.now, who, req, nil)
-		return err
-	})
-	key := flightKey{who.Session, req.Sequence}
-	if err != nil || s.acquired[key] {
-		return out, err // the same operation again: what it leased may be retired since
-	}
-	s.acquired[key] = true
-	rows := hot.AcquireRows(out)
-	for i := range rows.Len() {
-		if row := rows.At(i); row.Verdict.Status() == hot.Hit {
-			s.w.found(req.Keys.At(i), row.Checksum)
-		}
-	}
-	return out, err
-}
-
-// remove deletes a key and waits for its marks for a while.
-func (s *serverActor) remove(who directory.Caller, seq base.Sequence, key base.Key, answer func(base.Code, error)) {
-	w := s.w
-	var id directory.DeleteID
-	op := flightKey{who.Session, seq}
-	meant, again := s.meant[op] // by the first of two deliveries
-	if !again {
-		meant = w.meantBy(key)
-		s.meant[op] = meant
-	}
-	err := s.step(func(d *directory.Directory) (err error) {
-		id, err = d.Delete(w.now, who, seq, []base.Key{key})
-		return err
-	})
-	if err != nil {
-		answer(base.CodeOf(err), err)
-		return
-	}
-	told := false
-	tell := func() {
-		if told {
-			return
-		}
-		told = true
-		codes, _, done := s.dir.DeleteStatus(id, nil)
-		if len(codes) != 1 {
-			answer(base.CodeUnknown, nil)
-			return
-		}
-		if s.w.opt.Fault == AckDeleteAtOnce && codes[0] == base.CodeUnknown {
-			codes[0], done = base.CodeOK, true
-		}
-		if done && (codes[0] == base.CodeOK || codes[0] == base.CodeNotFound) {
-			w.deleted(meant)
-		}
-		answer(codes[0], nil)
-	}
-	if _, _, done := s.dir.DeleteStatus(id, nil); done || w.opt.Fault == AckDeleteAtOnce {
-		tell()
-		return
-	}
-	s.deletes[id] = append(s.deletes[id], tell)
-	w.at(s.process, deleteWait, tell)
-}
-
-// describe gives places and read capabilities.
-func (s *serverActor) describe(who directory.Caller, ids []base.RegionID) ([]described, error) {
-	infos, err := s.dir.DescribeRegions(s.w.now, who, ids, false, nil)
-	if err != nil {
-		return nil, err
-	}
-	var out []described
-	for _, info := range infos {
-		d := described{pool: info.Pool, region: info.Region, err: info.Err}
-		if d.err == nil {
-			// The resource manager derives read capabilities from write ones, without a change.
-			h := s.handle(info.Region, info.Incarnation)
-			h.Token = info.Write
-			if s.link == nil || !s.w.manager.alive() {
-				d.err = errNotSent
-			} else if d.handle, d.err = s.w.manager.core.MintRead(h); d.err == nil {
-				d.plan, d.err = poolfmt.PlanRegion(info.Place.PageBytes, info.Place.PageCount, info.Place.PieceBytes)
-			}
-		}
-		out = append(out, d)
-	}
-	return out, nil
-}
-
-type described struct {
-	pool   uint32
-	region base.RegionID
-	handle core.Handle
-	plan   poolfmt.Plan
-	err    error
-}
-
-func (s *serverActor) check() {
-	if !s.alive() {
-		return
-	}
-	if err := s.dir.CheckInvariants(s.w.now); err != nil {
-		id := err.Error()
-		if len(id) > 2 {
-			id = id[:2]
-		}
-		s.w.fail(id, "%v", err)
-	}
 }

@@ -17,7 +17,7 @@ func (s *serverActor) expand(who directory.Caller, req *directory.ExpandRequest,
 	var grant *directory.RegionGrant
 	var ticket *directory.ExpandTicket
 	err := s.step(func(d *directory.Directory) (err error) {
-		grant, ticket, err = d.ExpandBegin(w.now, who, req)
+		grant, ticket, err = d.ExpandBegin(s.now(), who, req)
 		return err
 	})
 	settle := func(g *directory.RegionGrant, err error) {
@@ -64,7 +64,7 @@ func (s *serverActor) allocate(t *directory.ExpandTicket, sent bool, done func(d
 	finish := func(answer *directory.RegionGrant, err error) {
 		var grant directory.RegionGrant
 		failed := s.step(func(d *directory.Directory) (err2 error) {
-			grant, err2 = d.ExpandFinish(w.now, t, answer, err)
+			grant, err2 = d.ExpandFinish(s.now(), t, answer, err)
 			return err2
 		})
 		done(grant, failed)
@@ -112,7 +112,7 @@ func (s *serverActor) makeRoom(done func(again bool)) {
 	}
 	if !soon {
 		found := false
-		_ = s.step(func(d *directory.Directory) error { _, found = d.GiveBackVictim(w.now, 0); return nil })
+		_ = s.step(func(d *directory.Directory) error { _, found = d.GiveBackVictim(s.now(), 0); return nil })
 		if !found {
 			done(false)
 			return

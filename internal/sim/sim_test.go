@@ -1,16 +1,30 @@
 package sim
 
 import (
+	"errors"
 	"flag"
 	"fmt"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
 	"testing"
+
+	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/poolfmt"
 )
 
 var (
 	oneSeed   = flag.Uint64("sim.seed", 0, "play this seed alone and print its events")
-	seedCount = flag.Int("sim.seeds", 0, "seeds to play; 0: 500, 60 with -short, 20 under the race detector")
+	seedCount = flag.Int("sim.seeds", 0, "seeds to play; 0: 20 000, 400 with -short; under the race detector 500, 20 with -short")
 	firstSeed = flag.Uint64("sim.first", 1, "the first seed")
 )
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	debug.SetGCPercent(gcPercent)
+	os.Exit(m.Run())
+}
 
 // Every seed must end with all invariants whole and every byte back.
 func TestSeeds(t *testing.T) {
@@ -22,32 +36,41 @@ func TestSeeds(t *testing.T) {
 		t.Logf("%+v", r)
 		return
 	}
-	count := 500
+	count := 20000
 	switch {
-	case raceDetector:
+	case raceDetector && testing.Short():
 		count = 20
+	case raceDetector:
+		count = 500
 	case testing.Short():
-		count = 60
+		count = 400
 	}
 	if *seedCount > 0 {
 		count = *seedCount
 	}
 	var sum Result
 	failures := 0
-	for i := range count {
-		r, err := Run(Options{Seed: *firstSeed + uint64(i)}) //nolint:gosec // a count
+	Sweep(Options{Seed: *firstSeed}, count, func(r Result, err error) bool {
 		if err != nil {
 			if failures++; failures <= 5 {
 				t.Error(err)
 			}
-			continue
+			return true
 		}
 		sum.Add(r)
-	}
+		return true
+	})
 	t.Logf("%d seeds, %d failures: %+v", count, failures, sum)
-	if failures == 0 && (sum.Reads == 0 || sum.Views == 0 || sum.Unknown == 0 || sum.ReadsDiscarded == 0 || sum.ManagerRestarts == 0 || sum.ServerRestarts == 0 ||
-		sum.Left == 0 || sum.Listed == 0 || sum.Kept == 0) {
-		t.Errorf("the runs do not reach what they are for: %+v", sum)
+	for name, n := range map[string]int{
+		"reads": sum.Reads, "reads discarded": sum.ReadsDiscarded, "views": sum.Views, "commits without answer": sum.Unknown,
+		"restarts of the RM": sum.ManagerRestarts, "restarts of the server": sum.ServerRestarts, "sessions left": sum.Left, "pages listed": sum.Listed,
+		"kept regions given back": sum.Kept, "suspects that came back": sum.Returned, "partitions": sum.Cuts, "servers fenced": sum.Fenced,
+		"forks": sum.Forks, "machine pauses": sum.Machines, "store writes lost": sum.LostWrites, "slots not flushed": sum.SlotsMissed,
+		"slots torn": sum.SlotsTorn, "failed commits": sum.FailedCommits, "remote mappers": sum.Remote,
+	} {
+		if n == 0 && count >= 400 {
+			t.Errorf("no run had any: %s", name)
+		}
 	}
 }
 
@@ -69,25 +92,144 @@ func TestReplay(t *testing.T) {
 	}
 }
 
+// mostSeeds is how many seeds a planted error may take.
+const mostSeeds = 2000
+
 // Each planted error is found. The log says how many seeds it took.
 func TestFaultsAreFound(t *testing.T) {
 	if raceDetector {
 		t.Skip("one goroutine: `go test` without -race plays the planted faults")
 	}
-	most := uint64(300)
 	for _, f := range Faults() {
 		t.Run(f.String(), func(t *testing.T) {
-			for n := uint64(1); n <= most; n++ {
-				if _, err := Run(Options{Seed: 1000 + n, Fault: f}); err != nil {
-					if _, without := Run(Options{Seed: 1000 + n}); without != nil {
-						t.Fatalf("without the fault: %v", without)
-					}
-					failure := err.(*Failure) //nolint:forcetypeassert,errorlint // Run gives no other
-					t.Logf("found after %d seeds: %s: %s", n, failure.Invariant, failure.Text)
-					return
-				}
+			t.Parallel()
+			h := Hunt(f, Options{Seed: 1000}, mostSeeds)
+			if !h.Found {
+				t.Error(h)
 			}
-			t.Errorf("not found in %d seeds", most)
+			t.Log(h)
 		})
+	}
+}
+
+// What once broke something is played again, and so is what planted errors were found by.
+// No script may break anything without its error. With it most should: a change of the
+// programs' messages changes what a script does, and `maru sim --fault F --shrink` makes
+// a new one.
+func TestScripts(t *testing.T) {
+	names, err := filepath.Glob("testdata/*.txt")
+	if err != nil || len(names) == 0 {
+		t.Fatalf("no scripts: %v", err)
+	}
+	for _, name := range names {
+		t.Run(filepath.Base(name), func(t *testing.T) {
+			file, err := os.Open(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = file.Close() }()
+			s, err := ParseScript(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if s.Fault != NoFault {
+				t.Logf("with %v: %v", s.Fault, broken(s) != nil)
+				s.Fault = NoFault
+			}
+			if _, err := Play(s, nil); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// A script is what its text says.
+func TestScriptText(t *testing.T) {
+	s := Generate(7, 300, ReuseAtRetire)
+	s.Mild, s.Actions[3].Calm = true, true
+	again, err := ParseScript(strings.NewReader("# a comment\n" + s.String()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if again.String() != s.String() {
+		t.Error("it reads as another script")
+	}
+	a, _ := Play(s, nil)
+	b, _ := Play(again, nil)
+	if a != b {
+		t.Errorf("it plays as %+v, then as %+v", a, b)
+	}
+	for text, want := range map[string]string{
+		"":                                           "empty",
+		"+1s store keys=1":                           "allowed: world",
+		"world seed=x":                               "line 1",
+		"world workers=0":                            "workers is 0",
+		"world workers=17":                           "allowed: 0 to 16",
+		"world workers=1 odd=1":                      "odd",
+		"world workers=1 fault=x":                    "unknown",
+		"world workers=3\n1s store keys=1":           "line 2",
+		"world workers=3\n+1s jump":                  "jump",
+		"world workers=3\n+1s store":                 "needs keys",
+		"world workers=3\n+1s store keys=12":         "allowed: 0 to 11",
+		"world workers=3\n+1s store keys=1 rank=3":   "allowed: 0 to 2",
+		"world workers=3\n-1s store keys=1":          "+TIME",
+		"world workers=3\n+1s pause for=-1s":         "0 and more",
+		"world workers=3\n+1s store keys=1 colour=1": "colour",
+	} {
+		if _, err := ParseScript(strings.NewReader(text)); !errors.Is(err, base.ErrInvalid) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want %q", text, err, want)
+		}
+	}
+}
+
+// Taking actions out of a script does not change what the others draw: a failing run gets
+// short, and goes on failing in the same way.
+func TestShrink(t *testing.T) {
+	for _, f := range []Fault{ReuseAtRetire, ForgetHolders} {
+		h := Hunt(f, Options{Seed: 1}, mostSeeds)
+		if !h.Found {
+			t.Fatal(h)
+		}
+		long := Generate(h.Seed, 0, f)
+		short, failure := Shrink(long, 2000)
+		if failure == nil || failure.Invariant != h.Invariant || len(short.Actions) > 40 {
+			t.Errorf("%v: %d actions of %d are left, and %v", f, len(short.Actions), len(long.Actions), failure)
+			continue
+		}
+		t.Logf("%v: %d actions of %d are left:\n%v", f, len(short.Actions), len(long.Actions), short)
+		again, err := ParseScript(strings.NewReader(short.String()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Play(again, nil); err == nil || err.Error() != failure.Error() {
+			t.Errorf("the script plays as %v, not as %v", err, failure)
+		}
+	}
+	if s, failure := Shrink(Generate(1, 50, NoFault), 10); failure != nil || len(s.Actions) != 50 {
+		t.Errorf("a script that does not fail shrinks to %d actions, %v", len(s.Actions), failure)
+	}
+}
+
+// A slot that a crash has torn is noticed: the one before it counts, and the store is one
+// ahead of it.
+func TestTornSlot(t *testing.T) {
+	w := newWorld(&Script{Workers: 1, Calm: true})
+	w.manager = newManager(w)
+	w.manager.start()
+	header, err := poolfmt.DecodeHeader(w.manager.header[:])
+	if err != nil {
+		t.Fatal(err)
+	}
+	next := header.Slot
+	next.Sequence++
+	next.NextRegion++
+	line := poolfmt.EncodeSlot(header.Pool, next)
+	for words := 1; words <= 3; words++ {
+		torn := w.manager.header
+		copy(torn[poolfmt.SlotOffset(next.Sequence):], line[:8*words])
+		got, err := poolfmt.DecodeHeader(torn[:])
+		if err != nil || got.Slot != header.Slot {
+			t.Errorf("%d words: %+v %v, want %+v", words, got.Slot, err, header.Slot)
+		}
 	}
 }

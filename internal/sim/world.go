@@ -1,119 +1,38 @@
 package sim
 
 import (
-	"container/heap"
 	"errors"
 	"fmt"
-	"hash/fnv"
-	"math/rand/v2"
 	"runtime/debug"
 	"strings"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/rm/core"
 )
-
-// Options of a run.
-type Options struct {
-	Seed  uint64
-	Steps int   // actions of clients and faults; 0: 150
-	Fault Fault // a planted error; NoFault in a real run
-	// Trace, if set, is called with each event of the run.
-	Trace func(line string)
-}
-
-// Result counts what happened in a run. Digest covers its trace: two runs of one seed
-// have the same.
-type Result struct {
-	Seed            uint64        `json:"seed"`
-	Steps           int           `json:"steps"`
-	Events          int           `json:"events"`
-	Virtual         time.Duration `json:"virtual_ns"`
-	Digest          uint64        `json:"digest"`
-	Stores          int           `json:"stores"`
-	Unknown         int           `json:"unknown_commits"`
-	Reads           int           `json:"reads"`
-	ReadsDiscarded  int           `json:"reads_discarded"`
-	Views           int           `json:"views"`
-	Deletes         int           `json:"deletes"`
-	Regions         int           `json:"regions"`
-	ManagerRestarts int           `json:"rm_restarts"`
-	ServerRestarts  int           `json:"server_restarts"`
-	Kills           int           `json:"kills"`
-	Pauses          int           `json:"pauses"`
-	Closes          int           `json:"closes"`
-	Left            int           `json:"left_with_views"`
-	Listed          int           `json:"listed_pages"`
-	Kept            int           `json:"kept_regions_given_back"`
-}
-
-// Add sums the counts of another run; seed and digest stay.
-func (r *Result) Add(o Result) {
-	r.Steps += o.Steps
-	r.Events += o.Events
-	r.Virtual += o.Virtual
-	r.Stores += o.Stores
-	r.Unknown += o.Unknown
-	r.Reads += o.Reads
-	r.ReadsDiscarded += o.ReadsDiscarded
-	r.Views += o.Views
-	r.Deletes += o.Deletes
-	r.Regions += o.Regions
-	r.ManagerRestarts += o.ManagerRestarts
-	r.ServerRestarts += o.ServerRestarts
-	r.Kills += o.Kills
-	r.Pauses += o.Pauses
-	r.Closes += o.Closes
-	r.Left += o.Left
-	r.Listed += o.Listed
-	r.Kept += o.Kept
-}
-
-// Failure is a broken invariant.
-type Failure struct {
-	Seed      uint64
-	At        time.Duration
-	Invariant string
-	Text      string
-	Last      []string // the last events before it
-}
-
-// Error tells the seed, what broke, and the last events.
-func (f *Failure) Error() string {
-	return fmt.Sprintf("seed %d: %s broken at %v: %s\nlast events:\n  %s", f.Seed, f.Invariant, f.At, f.Text, strings.Join(f.Last, "\n  "))
-}
-
-// Run plays one seed. Errors: *Failure.
-func Run(o Options) (Result, error) {
-	if o.Steps <= 0 {
-		o.Steps = 150
-	}
-	w := newWorld(o)
-	w.play()
-	w.result.Virtual, w.result.Digest = w.now, w.digest
-	if w.failure != nil {
-		return w.result, w.failure
-	}
-	return w.result, nil
-}
-
-// lastEvents is how many lines a failure shows.
-const lastEvents = 50
 
 // world is the state of one run.
 type world struct {
-	opt     Options
-	rng     *rand.Rand
+	script  *Script
+	*chain         // of the event that runs
+	own     *chain // of what nobody causes
 	now     time.Duration
+	stood   time.Duration // of now, how long the machine's clock stood still
 	order   uint64
 	queue   eventQueue
 	rough   float64 // percent of the troubles of a step that happen
 	faulty  bool    // the network and the programs have faults
 	failure *Failure
 	result  Result
-	digest  uint64
+	trace   func(line string)
 	ring    []string
-	events  int
+	step    int
+	cuts    []cut
+	machine struct {
+		stopped, clockToo bool
+		since             time.Duration
+		waiting           []func() // programs to start
+	}
 
 	processes []*process // pid = index + 1
 	memory    *memory
@@ -121,63 +40,53 @@ type world struct {
 	truth     truth
 	acked     map[base.RegionID]base.Extent // allocations that the RM acknowledged
 	extents   map[base.RegionID]regionAt    // every region that was ever given
+	dirty     dirty
 
 	manager *managerActor
-	server  *serverActor
+	server  *serverActor   // at the server's address
+	older   []*serverActor // that a rolling update leaves running
 	clients []*clientActor
 
-	lastOrder base.CommitOrder
+	newest      base.Incarnation // that the RM has issued for good
+	newestToken core.Token
+	lastOrders  map[base.Incarnation]base.CommitOrder
 }
 
-func newWorld(o Options) *world {
+func newWorld(s *Script) *world {
 	w := &world{
-		opt: o, rng: rand.New(rand.NewPCG(o.Seed, 0x6d617275)), faulty: true, digest: fnvOffset,
-		acked: map[base.RegionID]base.Extent{}, extents: map[base.RegionID]regionAt{},
+		script: s, own: newChain(s.Seed, s.Calm), faulty: true, rough: float64(s.Rough),
+		acked: map[base.RegionID]base.Extent{}, extents: map[base.RegionID]regionAt{}, lastOrders: map[base.Incarnation]base.CommitOrder{},
 		truth: newTruth(), memory: newMemory(),
 	}
-	w.result.Seed, w.result.Steps = o.Seed, o.Steps
+	w.chain = w.own
+	w.result.Steps = len(s.Actions)
 	return w
 }
 
-const fnvOffset = 0xcbf29ce484222325
+// planted reports whether the run has this error.
+func (w *world) planted(f Fault) bool { return w.script.Fault == f }
 
-// note records an event.
+// note tells an event to whoever reads them.
 func (w *world) note(format string, args ...any) {
-	line := fmt.Sprintf("%12v ", w.now) + fmt.Sprintf(format, args...)
-	h := fnv.New64a()
-	_, _ = h.Write([]byte(line))
-	w.digest = w.digest*0x100000001b3 ^ h.Sum64()
-	if len(w.ring) == lastEvents {
-		w.ring = append(w.ring[:0], w.ring[1:]...)
-	}
-	w.ring = append(w.ring, line)
-	if w.opt.Trace != nil {
-		w.opt.Trace(line)
+	if w.trace != nil {
+		w.trace(fmt.Sprintf("%12v ", w.now) + fmt.Sprintf(format, args...))
 	}
 }
 
 // fail ends the run; the first failure counts.
 func (w *world) fail(invariant, format string, args ...any) {
 	if w.failure == nil {
-		w.failure = &Failure{
-			Seed: w.opt.Seed, At: w.now, Invariant: invariant, Text: fmt.Sprintf(format, args...),
-			Last: append([]string(nil), w.ring...),
-		}
+		w.failure = &Failure{At: w.now, Step: w.step, Invariant: invariant, Text: fmt.Sprintf(format, args...), Last: w.ring}
+		w.note("%s is broken: %s", invariant, w.failure.Text)
 	}
 }
 
-func (w *world) chance(percent float64) bool { return w.rng.Float64()*100 < percent }
-
 // trouble is chance while there are faults.
-func (w *world) trouble(percent float64) bool { return w.faulty && w.chance(percent) }
-
-func (w *world) between(low, high time.Duration) time.Duration {
-	return low + time.Duration(w.rng.Int64N(int64(high-low)+1))
-}
+func (w *world) trouble(percent float64) bool { return w.faulty && !w.calm && w.chance(percent) }
 
 func (w *world) id() (out [base.IDBytes]byte) {
 	for i := 0; i < len(out); i += 8 {
-		v := w.rng.Uint64()
+		v := w.Uint64()
 		for j := range 8 {
 			out[i+j] = byte(v >> (8 * j))
 		}
@@ -187,17 +96,52 @@ func (w *world) id() (out [base.IDBytes]byte) {
 
 // process is one life of a program.
 type process struct {
+	w       *world
 	name    string
 	pid     int64
+	client  *clientActor  // nil: a daemon
+	chain   *chain        // of what it does by itself
+	drift   time.Duration // of its clock in a second
 	ended   bool
 	paused  bool
-	backlog []*event // what waits for a stopped program
+	until   time.Duration // paused at least
+	backlog []event       // what waits for a stopped program
 }
 
+// mostDrift is how much a clock may be off in a second (protocol.md section 3, session
+// validity: 0.1 %).
+const mostDrift = time.Millisecond
+
 func (w *world) newProcess(name string) *process {
-	p := &process{name: name, pid: int64(len(w.processes) + 1)}
+	p := &process{w: w, name: name, pid: int64(len(w.processes) + 1), chain: newChain(w.Uint64(), w.script.Calm)}
+	if !w.script.Calm {
+		p.drift = p.chain.between(-mostDrift, mostDrift)
+	}
 	w.processes = append(w.processes, p)
 	return p
+}
+
+// clock is what a process reads as CLOCK_BOOTTIME.
+func (p *process) clock() time.Duration {
+	w := p.w
+	t := w.now - w.stood
+	if w.machine.stopped && w.machine.clockToo {
+		t = w.machine.since - w.stood
+	}
+	if p.client != nil && p.client.remote {
+		if t = w.now - p.client.stood; p.paused && p.client.vm {
+			t = p.client.since - p.client.stood
+		}
+	}
+	return t + time.Duration(int64(t/time.Second)*int64(p.drift)) + t%time.Second*p.drift/time.Second
+}
+
+// by runs f with the draws of a process.
+func (w *world) by(p *process, f func()) {
+	old := w.chain
+	w.chain = p.chain
+	f()
+	w.chain = old
 }
 
 func (w *world) byPID(pid int64) *process {
@@ -217,27 +161,39 @@ func (w *world) end(p *process) {
 		}
 	}
 	w.mappings = kept
+	w.dirty.manager = true
 }
 
 func (w *world) pause(p *process, d time.Duration) {
-	if p.ended || p.paused {
+	if p.ended {
+		return
+	}
+	if p.paused {
+		if p.until = max(p.until, w.now+d); p.until == w.now+d {
+			w.at(nil, d, func() { w.resume(p) })
+		}
 		return
 	}
 	w.result.Pauses++
 	w.note("%s is stopped for %v", p.name, d)
 	p.paused = true
+	p.until = w.now + d
 	w.at(nil, d, func() { w.resume(p) })
 }
 
 func (w *world) resume(p *process) {
-	if p.ended || !p.paused {
+	if p.ended || !p.paused || w.faulty && w.now < p.until {
 		return
 	}
 	w.note("%s goes on", p.name)
+	if c := p.client; c != nil && c.vm {
+		c.vm = false
+		c.stood += w.now - c.since
+	}
 	p.paused = false
 	for _, e := range p.backlog {
 		e.at, e.order = w.now, w.next()
-		heap.Push(&w.queue, e)
+		w.queue.push(e)
 	}
 	p.backlog = nil
 }
@@ -246,39 +202,64 @@ type event struct {
 	at      time.Duration
 	order   uint64
 	process *process // nil: the world's own
+	chain   *chain
 	run     func()
 }
 
-type eventQueue []*event
+// eventQueue is a binary heap, by time and then by order.
+type eventQueue []event
 
-func (q eventQueue) Len() int { return len(q) }
-func (q eventQueue) Less(i, j int) bool {
+func (q eventQueue) before(i, j int) bool {
 	return q[i].at < q[j].at || q[i].at == q[j].at && q[i].order < q[j].order
 }
-func (q eventQueue) Swap(i, j int) { q[i], q[j] = q[j], q[i] }
-func (q *eventQueue) Push(x any)   { *q = append(*q, x.(*event)) } //nolint:forcetypeassert // only events
-func (q *eventQueue) Pop() any {
-	old := *q
-	e := old[len(old)-1]
-	old[len(old)-1] = nil
-	*q = old[:len(old)-1]
-	return e
+
+func (q *eventQueue) push(e event) {
+	h := append(*q, e)
+	*q = h
+	for i := len(h) - 1; i > 0; {
+		up := (i - 1) / 2
+		if !h.before(i, up) {
+			return
+		}
+		h[i], h[up] = h[up], h[i]
+		i = up
+	}
+}
+
+func (q *eventQueue) pop() event {
+	h := *q
+	first, n := h[0], len(h)-1
+	h[0] = h[n]
+	h[n] = event{}
+	h = h[:n]
+	*q = h
+	for i := 0; ; {
+		down := 2*i + 1
+		if down >= n {
+			return first
+		}
+		if down+1 < n && h.before(down+1, down) {
+			down++
+		}
+		if !h.before(down, i) {
+			return first
+		}
+		h[i], h[down] = h[down], h[i]
+		i = down
+	}
 }
 
 func (w *world) next() uint64 { w.order++; return w.order }
 
 // at runs f in a process after d, unless that life has ended by then.
 func (w *world) at(p *process, d time.Duration, f func()) {
-	heap.Push(&w.queue, &event{at: w.now + d, order: w.next(), process: p, run: f})
+	w.queue.push(event{at: w.now + d, order: w.next(), process: p, chain: w.chain, run: f})
 }
 
-// advance runs events until done says so, the time is up, or something broke.
-func (w *world) advance(until time.Duration, done func() bool) {
+// advance runs events until the time is up or something broke.
+func (w *world) advance(until time.Duration) {
 	for w.failure == nil && len(w.queue) > 0 && w.queue[0].at <= until {
-		if done != nil && done() {
-			return
-		}
-		e := heap.Pop(&w.queue).(*event) //nolint:forcetypeassert // only events
+		e := w.queue.pop()
 		w.now = max(w.now, e.at)
 		if p := e.process; p != nil {
 			if p.ended {
@@ -288,17 +269,22 @@ func (w *world) advance(until time.Duration, done func() bool) {
 				p.backlog = append(p.backlog, e)
 				continue
 			}
+			if p.client != nil {
+				w.touch(p.client)
+			}
 		}
-		w.events++
+		w.result.Events++
+		w.chain = e.chain
 		w.guard(e.run)
+		w.result.Digest = mix(w.result.Digest ^ uint64(w.now) ^ w.chain.state) //nolint:gosec // bits
+		w.chain = w.own
 		if w.failure == nil {
 			w.guard(w.check)
 		}
 	}
-	if w.failure == nil && (done == nil || !done()) {
+	if w.failure == nil {
 		w.now = max(w.now, until)
 	}
-	w.result.Events = w.events
 }
 
 // guard turns a panic of a core, which is a broken assertion there, into a failure.
