@@ -16,6 +16,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/media/dax"
+	"github.com/xcena-dev/maru/internal/rpc"
 	"github.com/xcena-dev/maru/internal/store"
 )
 
@@ -348,7 +349,7 @@ func TestFailedCommits(t *testing.T) {
 							return
 						}
 						failures++
-						if !errors.Is(err, base.ErrUnavailable) {
+						if !errors.Is(err, base.ErrUnknown) || !rpc.OutcomeUnknown(err) { // it is tried again by itself
 							t.Fatal(err)
 						}
 					}

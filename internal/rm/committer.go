@@ -123,7 +123,8 @@ func (s *Server) runBatch(batch []*job) error {
 	err := s.commit(len(waiting))
 	if err != nil {
 		for _, j := range waiting {
-			j.err = err
+			// It is in the batch that is committed next: no refusal (X1).
+			j.err = fmt.Errorf("%w: %w; it may still take effect", base.ErrUnknown, err)
 			close(j.done)
 		}
 		s.log.Error("commit failed; it is tried again, and nothing is acknowledged before it succeeds", "error", err)
