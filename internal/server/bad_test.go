@@ -211,7 +211,7 @@ func TestControlProof(t *testing.T) {
 	s := startServer(t, testConfig(t))
 	c := newClient(t, s.ControlAddress(), nil)
 	secret := string(c.open.GetSecret())
-	forged := "x" + secret[1:]
+	forged := string([]byte{secret[0] ^ 1}) + secret[1:] // not that of a drawn one
 	for name, x := range map[string]struct {
 		md   []string
 		want error
