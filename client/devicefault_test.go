@@ -14,6 +14,7 @@ import (
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/gpu/engine"
 	fakegpu "github.com/xcena-dev/maru/internal/gpu/fake"
+	"github.com/xcena-dev/maru/internal/obs/obstest"
 )
 
 // deviceClient is a client with one device layout, whose memory is registered.
@@ -162,7 +163,7 @@ func TestDeviceRefusedLaunch(t *testing.T) {
 func TestDeviceBounce(t *testing.T) {
 	f, gpu := startFake(t), fakegpu.New()
 	gpu.Faults.Register = func([]byte) error { return fmt.Errorf("%w: a file on a disk", base.ErrUnsupported) }
-	log := &syncBuffer{}
+	log := &obstest.Text{}
 	d := newDeviceClient(t, f, gpu, func(c *Config) {
 		c.Logger = slog.New(slog.NewTextHandler(log, nil))
 		c.CPUBytes, c.SegmentBytes = 8<<20, 2<<20

@@ -11,6 +11,7 @@ import (
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/flush"
 	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/obs/obstest"
 )
 
 // kvCache is a small engine cache of two layers: K and V of a block lie apart.
@@ -203,7 +204,7 @@ func TestOnRegionCalls(t *testing.T) {
 
 func TestOneLinePerOutage(t *testing.T) {
 	f := startFake(t)
-	var out syncBuffer
+	var out obstest.Text
 	cfg := cxlConfig(f)
 	cfg.Logger = slog.New(slog.NewTextHandler(&out, nil))
 	c := open(t, cfg)

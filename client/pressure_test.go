@@ -10,6 +10,7 @@ import (
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
+	"github.com/xcena-dev/maru/internal/obs/obstest"
 )
 
 // A reader that never gives its views back comes to the bound of its leases: it is told so,
@@ -21,7 +22,7 @@ func TestRealViewsAreNeverDropped(t *testing.T) {
 	const most = 16
 	l.cfg.Limits.MaxLeases = most
 	l.start()
-	log := &syncBuffer{}
+	log := &obstest.Text{}
 	cfg := l.config()
 	writer := open(t, cfg)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
@@ -95,7 +96,7 @@ func TestRealPoolIsTooSmall(t *testing.T) {
 		t.Fatalf("a region larger than the pool: %v", err)
 	}
 	cfg.RegionBytes = 12 << 20 // fits the pool, and not what is free of it
-	log := &syncBuffer{}
+	log := &obstest.Text{}
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	big, err := Open(t.Context(), cfg)
 	if err != nil {

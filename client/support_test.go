@@ -3,8 +3,6 @@ package client
 import (
 	"net"
 	"strconv"
-	"strings"
-	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -46,21 +44,4 @@ func splitPort(address string) (host string, port int, err error) {
 	}
 	port, err = strconv.Atoi(p)
 	return host, port, err
-}
-
-type syncBuffer struct {
-	mu sync.Mutex
-	b  strings.Builder
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
 }

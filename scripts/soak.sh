@@ -1,6 +1,7 @@
 #!/bin/bash
 # soak.sh: what takes longer than CI may. SOAK_OPERATIONS (default 10 million) through
-# one client and TORTURE_MINUTES (default 30) of the torture; then ROUNDS rounds (default
+# one client, TORTURE_MINUTES (default 30) of the torture and SOAK_VLLM_SECONDS (default
+# 1800) of random traffic through vLLM and a small pool; then ROUNDS rounds (default
 # 5) of the whole Go test suite, with KILL_ROUNDS (default 100) kill -9 rounds of each
 # program and every error of every call that can be injected, and of SIM_SEEDS (default
 # 50000) simulator seeds that no other round plays; then the VM lab ten times and every
@@ -16,6 +17,9 @@ step "build" bash scripts/build.sh
 step "10 million operations" env MARU_SOAK_OPERATIONS="${SOAK_OPERATIONS:-10000000}" \
   go test -tags invariants -count=1 -timeout 1h ./client -run NothingGrows
 step "torture" bin/maru torture --minutes "${TORTURE_MINUTES:-30}"
+bash scripts/install.sh python vllm
+step "traffic with vLLM" env PYTHONPATH=python MARU_SOAK_SECONDS="${SOAK_VLLM_SECONDS:-1800}" \
+  "$VLLM_VENV/bin/python" -m pytest -q --timeout $((${SOAK_VLLM_SECONDS:-1800} + 900)) python/tests -m vllm -k random_traffic_over_a_pool
 
 for ((i = 1; i <= ${ROUNDS:-5}; i++)); do
   step "round $i: go test" go test -race -tags invariants -count=1 -timeout 4h ./...

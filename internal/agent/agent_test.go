@@ -25,6 +25,7 @@ import (
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/media/dax"
 	"github.com/xcena-dev/maru/internal/node"
+	"github.com/xcena-dev/maru/internal/obs/obstest"
 	"github.com/xcena-dev/maru/internal/rm"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
@@ -42,26 +43,7 @@ type lab struct {
 	inc   uint32
 	token []byte
 	op    uint64
-	log   *logText
-}
-
-type logText struct {
-	mu struct {
-		sync.Mutex
-		bytes.Buffer
-	}
-}
-
-func (l *logText) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.mu.Buffer.Write(b)
-}
-
-func (l *logText) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.mu.Buffer.String()
+	log   *obstest.Text
 }
 
 func shortDir(t *testing.T) string { // it holds sockets
@@ -91,7 +73,7 @@ func otherMachine(t *testing.T) node.Options {
 func newLab(t *testing.T) *lab {
 	t.Helper()
 	dir := shortDir(t)
-	l := &lab{t: t, log: &logText{}}
+	l := &lab{t: t, log: &obstest.Text{}}
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Log(l.log.String())

@@ -8,13 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"maps"
 	"net/http"
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -24,32 +22,11 @@ import (
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/obs/obstest"
 	"github.com/xcena-dev/maru/internal/rm/core"
 	"github.com/xcena-dev/maru/internal/store"
 	"github.com/xcena-dev/maru/internal/store/bolt"
 )
-
-// logText takes what is logged, at every level.
-type logText struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *logText) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(b)
-}
-
-func (l *logText) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
-}
-
-func (l *logText) logger() *slog.Logger {
-	return slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug}))
-}
 
 // forms is how bytes could show in a text.
 func forms(b []byte) []string {
@@ -133,8 +110,8 @@ func TestOwnerCallsAreKnown(t *testing.T) {
 // everywhere, changes nothing, is counted and logged, and sees no secret.
 func TestThief(t *testing.T) {
 	f := newFixture(t)
-	var logged logText
-	f.cfg.Logger, f.cfg.HTTPPort = logged.logger(), AnyPort
+	var logged obstest.Text
+	f.cfg.Logger, f.cfg.HTTPPort = logged.Logger(), AnyPort
 	s := f.start()
 	c, tcp := client(t, over(s)), client(t, s.Address())
 	o := startOwner(t, c, newID())
@@ -355,8 +332,8 @@ func edit(t *testing.T, f *fixture, change func(bucket, key string, value []byte
 // from their next start on. One of a version after this is refused by name.
 func TestStoreOfAnotherVersion(t *testing.T) {
 	f := newFixture(t)
-	var logged logText
-	f.cfg.Logger, f.cfg.HTTPPort = logged.logger(), AnyPort
+	var logged obstest.Text
+	f.cfg.Logger, f.cfg.HTTPPort = logged.Logger(), AnyPort
 	s := f.start()
 	o := startOwner(t, client(t, over(s)), newID())
 	a := o.allocate(t, client(t, over(s)), 1)

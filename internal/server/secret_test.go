@@ -6,19 +6,18 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/http"
 	"os"
 	"path/filepath"
 	"runtime"
 	"strings"
-	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/obs/obstest"
 )
 
 func openedState(t *testing.T, dir string) *stateDir {
@@ -223,34 +222,12 @@ func TestOwnerSecretInReadOnlyDirectory(t *testing.T) {
 	}
 }
 
-// logText takes what is logged, at every level.
-type logText struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *logText) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(b)
-}
-
-func (l *logText) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
-}
-
-func (l *logText) logger() *slog.Logger {
-	return slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug}))
-}
-
 // A server proves itself over its restarts and those of the resource manager, keeps
 // its regions, and neither secret nor token is in a log or on a page.
 func TestProofOverRestarts(t *testing.T) {
 	l := newLab(t, 64<<20)
-	var logged logText
-	l.rmCfg.Logger, l.cfg.Log = logged.logger(), logged.logger()
+	var logged obstest.Text
+	l.rmCfg.Logger, l.cfg.Log = logged.Logger(), logged.Logger()
 	l.startRM()
 	s := startServer(t, l.cfg)
 	waitReady(t, s)
@@ -304,8 +281,8 @@ func TestProofOverRestarts(t *testing.T) {
 // Each cure works.
 func TestLostSecret(t *testing.T) {
 	l := newLab(t, 64<<20)
-	var logged logText
-	l.cfg.Log = logged.logger()
+	var logged obstest.Text
+	l.cfg.Log = logged.Logger()
 	l.startRM()
 	s := startServer(t, l.cfg)
 	waitReady(t, s)

@@ -16,12 +16,12 @@ Keys: a batch of packed keys, or of text keys, is probed.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from maru import MaruConfig, MaruHandler
@@ -210,40 +210,30 @@ class Keys:
         self.handler.close()
 
 
+def _open(order: dict[str, Any]) -> tuple[Transfers | Keys, Any]:
+    if order["do"] == "open transfers":
+        return Transfers(order), None
+    if order["do"] == "open keys":
+        keys = Keys(order)
+        return keys, keys.packed.hex()
+    raise ValueError(f"order {order!r} makes no sense")
+
+
+def _do(state: Transfers | Keys | None, order: dict[str, Any]) -> Any:
+    if order["do"] == "measure" and isinstance(state, Transfers):
+        return state.measure()
+    if order["do"] == "probe" and isinstance(state, Keys):
+        return state.probe(order["form"], order["rounds"])
+    raise ValueError(f"order {order!r} makes no sense now")
+
+
 def main() -> int:
     """Obeys orders until there are no more."""
-    state: Transfers | Keys | None = None
-    _say({"value": {"python": sys.version.split()[0]}})
-    for line in sys.stdin:
-        try:
-            order = json.loads(line)
-            value: Any = None
-            if order["do"] == "open transfers":
-                state = Transfers(order)
-            elif order["do"] == "open keys":
-                state = Keys(order)
-                value = state.packed.hex()
-            elif order["do"] == "measure" and isinstance(state, Transfers):
-                value = state.measure()
-            elif order["do"] == "probe" and isinstance(state, Keys):
-                value = state.probe(order["form"], order["rounds"])
-            elif order["do"] == "close" and state is not None:
-                state.close()
-                state = None
-            else:
-                raise ValueError(f"order {line!r} makes no sense now")
-            _say({"value": value})
-        except Exception as e:
-            # The program that gave the order says it, with this process's log.
-            _say({"error": f"{type(e).__name__}: {e}"})
-    if state is not None:
-        state.close()
-    return 0
+    # Behind what is installed: only this package is looked for there.
+    sys.path.append(str(Path(__file__).parents[1]))
+    from bench.orders import obey
 
-
-def _say(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    return obey(_open, _do)
 
 
 if __name__ == "__main__":

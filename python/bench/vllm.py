@@ -9,13 +9,13 @@ bytes. Times are nanoseconds.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import pickle
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,43 +302,36 @@ class Tensors:
         self.worker.shutdown(5.0)
 
 
+def _open(order: dict[str, Any]) -> tuple[Steps | Tensors, Any]:
+    if order["do"] == "open steps":
+        return Steps(order), None
+    if order["do"] == "open tensors":
+        return Tensors(order), None
+    raise ValueError(f"order {order!r} makes no sense")
+
+
+def _do(state: Steps | Tensors | None, order: dict[str, Any]) -> Any:
+    what = order["do"]
+    if isinstance(state, Steps):
+        if what == "serve":
+            state.serve(order["count"])
+            return None
+        if what == "steps":
+            return state.measure(order["count"])
+        if what == "hash":
+            return state.hash(order["tokens"])
+    elif what == "measure" and isinstance(state, Tensors):
+        return state.measure()
+    raise ValueError(f"order {order!r} makes no sense now")
+
+
 def main() -> int:
     """Obeys orders until there are no more."""
-    state: Steps | Tensors | None = None
-    _say({"value": {"python": sys.version.split()[0]}})
-    for line in sys.stdin:
-        try:
-            order = json.loads(line)
-            what, value = order["do"], None
-            if what == "open steps":
-                state = Steps(order)
-            elif what == "open tensors":
-                state = Tensors(order)
-            elif what == "serve" and isinstance(state, Steps):
-                state.serve(order["count"])
-            elif what == "steps" and isinstance(state, Steps):
-                value = state.measure(order["count"])
-            elif what == "hash" and isinstance(state, Steps):
-                value = state.hash(order["tokens"])
-            elif what == "measure" and isinstance(state, Tensors):
-                value = state.measure()
-            elif what == "close" and state is not None:
-                state.close()
-                state = None
-            else:
-                raise ValueError(f"order {line!r} makes no sense now")
-            _say({"value": value})
-        except Exception as e:
-            # The program that gave the order says it, with this process's log.
-            _say({"error": f"{type(e).__name__}: {e}"})
-    if state is not None:
-        state.close()
-    return 0
+    # Behind what is installed: only this package is looked for there.
+    sys.path.append(str(Path(__file__).parents[1]))
+    from bench.orders import obey
 
-
-def _say(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    return obey(_open, _do)
 
 
 if __name__ == "__main__":
