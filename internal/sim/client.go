@@ -279,6 +279,15 @@ func (c *clientActor) install(server *serverActor, o *opened, process *process, 
 	if c.openCount++; !c.w.faulty && c.openCount > mostOpens {
 		c.w.fail("L1", "%s has opened %d times since the faults stopped", c.process.name, c.openCount)
 	}
+	if c.w.planted(UnknownIsAbort) {
+		list := c.core.LostCommits(nil)
+		slices.SortFunc(list, func(a, b session.Lost) int { return cmp.Compare(a.Sequence, b.Sequence) })
+		for _, lost := range list {
+			if lost.ServerEpoch != o.server {
+				c.core.Resolved(lost.Sequence, hot.OutcomeAborted, nil)
+			}
+		}
+	}
 	snap := c.core.Opened(session.Opening{
 		Epoch: o.Epoch, ServerEpoch: o.server, Sent: sent, TTL: ttl, Margin: margin, Relist: o.Relist, Pools: numbers(o.Pools),
 	})

@@ -169,9 +169,6 @@ func (c *clientActor) resolveLost(l *link, next func()) {
 		}
 		marks := append([]session.PageRef(nil), c.core.Refs(op.Sequence)...)
 		w.note("%s: operation %d is resolved: %d", c.process.name, op.Sequence, out.outcome)
-		if w.planted(UnknownIsAbort) && out.outcome == hot.OutcomeUnknown {
-			out.outcome = hot.OutcomeAborted
-		}
 		c.core.Resolved(op.Sequence, out.outcome, hot.CommitResults(out.results))
 		c.mark(marks, l)
 		c.resolveLost(l, next)

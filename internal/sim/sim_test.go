@@ -103,7 +103,14 @@ func TestFaultsAreFound(t *testing.T) {
 	for _, f := range Faults() {
 		t.Run(f.String(), func(t *testing.T) {
 			t.Parallel()
-			h := Hunt(f, Options{Seed: 1000}, mostSeeds)
+			most := mostSeeds
+			if testing.Short() {
+				most = 60
+			}
+			h := Hunt(f, Options{Seed: 1000}, most)
+			if !h.Found && testing.Short() {
+				t.Skipf("not found in %d seeds; without -short %d are played", most, mostSeeds)
+			}
 			if !h.Found {
 				t.Error(h)
 			}
@@ -185,7 +192,11 @@ func TestScriptText(t *testing.T) {
 // Taking actions out of a script does not change what the others draw: a failing run gets
 // short, and goes on failing in the same way.
 func TestShrink(t *testing.T) {
-	for _, f := range []Fault{ReuseAtRetire, ForgetHolders} {
+	faults := []Fault{ReuseAtRetire, ForgetHolders}
+	if testing.Short() {
+		faults = faults[:1]
+	}
+	for _, f := range faults {
 		h := Hunt(f, Options{Seed: 1}, mostSeeds)
 		if !h.Found {
 			t.Fatal(h)
