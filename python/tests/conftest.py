@@ -143,3 +143,14 @@ def child(system: System) -> Iterator[Child]:
         if p.poll() is None:
             p.kill()
         p.communicate()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory; made in a process of its own, so that this one stays free of torch's threads."""
+    from demo import tiny_model
+
+    cache = os.environ.get("MARU_CACHE")
+    directory = (Path(cache) if cache else tmp_path_factory.mktemp("model")) / tiny_model.NAME
+    subprocess.run([sys.executable, tiny_model.__file__, str(directory)], check=True, capture_output=True)
+    return directory

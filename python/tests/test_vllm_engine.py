@@ -9,10 +9,7 @@ change the answers.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,17 +46,6 @@ def kv_transfer(address: str, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from demo import tiny_model
-
-    cache = os.environ.get("MARU_CACHE")
-    directory = (Path(cache) if cache else tmp_path_factory.mktemp("model")) / tiny_model.NAME
-    # In a process of its own: this one stays free of torch's threads.
-    subprocess.run([sys.executable, tiny_model.__file__, str(directory)], check=True, capture_output=True)
-    return directory
 
 
 class System:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from test_vllm_rows import BLOCK, CHUNK, ROOT, Rows, Up, kv_transfer, model, prompt, same  # noqa: F401  (model is a fixture)
+from test_vllm_rows import BLOCK, CHUNK, ROOT, Rows, Up, kv_transfer, prompt, same
 
 pytestmark = pytest.mark.vllm
 

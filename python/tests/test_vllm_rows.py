@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -173,16 +172,6 @@ def kv_transfer(address: str, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from demo import tiny_model
-
-    cache = os.environ.get("MARU_CACHE")
-    directory = (Path(cache) if cache else tmp_path_factory.mktemp("model")) / tiny_model.NAME
-    subprocess.run([sys.executable, tiny_model.__file__, str(directory)], check=True, capture_output=True)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,11 @@ from vllm_sim import BLOCK, CHUNK, Machine, Store, prompt
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from demo import tiny_model
+@pytest.fixture(scope="module", autouse=True)
+def engine_environment() -> None:
     from demo.engine import environment
 
     os.environ.update(environment())
-    cache = os.environ.get("MARU_CACHE")
-    directory = (Path(cache) if cache else tmp_path_factory.mktemp("model")) / tiny_model.NAME
-    subprocess.run([sys.executable, tiny_model.__file__, str(directory)], check=True, capture_output=True)
-    return directory
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
