@@ -3,6 +3,7 @@ package client
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -245,4 +246,35 @@ func TestAgentSocketSetting(t *testing.T) {
 		t.Fatal(err)
 	}
 	_ = conn.Close()
+}
+
+// A server restarts under a client on another node: no socket shows its process there, its
+// session's secret does. It lists its pages and has its hits again; who knows only the id
+// is refused.
+func TestFarClientOverServerRestart(t *testing.T) {
+	f := startFarLab(t)
+	f.startAgent()
+	door := newFrontDoor(t, f.srv.ControlAddress())
+	c := open(t, farConfig(door.listener.Addr().String(), f.agent.UnixPath, f.log))
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	epoch := c.current().resp
+	f.stop()
+	f.start()
+	thief := c.openRequest()
+	thief.PreviousServerEpoch, thief.PreviousEpoch, thief.SessionSecret = epoch.GetServerEpoch(), epoch.GetEpoch(), newSessionSecret()
+	conn, err := rpc.NewClient(f.srv.ControlAddress(), rpc.Retry{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close() }()
+	if _, err := maruv1.NewMetadataServerClient(conn).Open(t.Context(), thief); !errors.Is(err, base.ErrDenied) {
+		t.Errorf("with another secret: %v", err)
+	}
+	address := f.srv.ControlAddress()
+	door.target.Store(&address)
+	dst := make([]byte, 1000)
+	eventually(t, "its hits again", func() bool { return c.Connected() && loadOne(t, c, 1, dst) == base.CodeOK })
+	if h := f.holds(c.Session()); len(h) != 1 || !h[0].GetProvable() {
+		t.Errorf("%v", h)
+	}
 }

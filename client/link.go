@@ -166,7 +166,9 @@ func (c *Client) tryOpen(ctx context.Context) error {
 				_ = unix.Close()
 			}
 			unix = nil
-			if !away(err) && !errors.Is(err, base.ErrDenied) && !errors.Is(err, base.ErrNotFound) {
+			if errors.Is(err, base.ErrFenced) {
+				c.unixPath = "" // of a server that stopped serving for good
+			} else if !away(err) && !errors.Is(err, base.ErrDenied) && !errors.Is(err, base.ErrNotFound) {
 				return err
 			}
 		}
@@ -216,6 +218,7 @@ func (c *Client) openRequest() *maruv1.OpenRequest {
 		req.PreviousSecret = old.GetSecret()
 		req.PreviousServerEpoch = old.GetServerEpoch()
 		req.PreviousEpoch = old.GetEpoch()
+		req.SessionSecret = c.manager.secret
 	}
 	return req
 }

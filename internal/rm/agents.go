@@ -119,3 +119,17 @@ func (s *service) DropAgent(ctx context.Context, req *maruv1.DropAgentRequest) (
 	s.log.Warn("operator dropped an agent", "agent", id, "sessions_not_provable_now", n)
 	return &maruv1.DropAgentResponse{Sessions: uint32(n)}, nil
 }
+
+func (s *service) CheckSession(ctx context.Context, req *maruv1.CheckSessionRequest) (*maruv1.CheckSessionResponse, error) {
+	var x ids
+	id, secret := base.SessionID(x.must("session_id", req.GetSessionId())), x.session(req.GetSessionSecret())
+	if x.err != nil {
+		return nil, x.err
+	}
+	out := &maruv1.CheckSessionResponse{}
+	err := s.do(ctx, &job{run: func(*core.Batch) error { out.Fits = s.core.KnowsSession(id, secret); return nil }})
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}

@@ -119,6 +119,10 @@ func (c *control) open(ctx context.Context, m *maruv1.OpenRequest) (*maruv1.Open
 	if err := s.judgeOpener(req, proc); err != nil {
 		return nil, err
 	}
+	if req.Proof != directory.ProofProcess && req.PreviousServerEpoch != 0 && req.PreviousServerEpoch != s.epoch && !s.bound.has(req.Session) &&
+		s.rm.knowsSession(ctx, req.Session, m.GetSessionSecret()) {
+		req.Proof = directory.ProofProcess // only that process has it
+	}
 	sess, result, workers, err := s.openSession(req)
 	if err != nil {
 		return nil, err

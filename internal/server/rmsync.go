@@ -183,6 +183,23 @@ func (l *rmLink) wasProcess(id base.SessionID, p *peer.Peer) bool {
 	return ok && have == p.Process
 }
 
+// knowsSession asks the resource manager whether a secret is that of a session which held
+// there: after a restart of this server it shows the session's process where no socket
+// does, on another node. Without an answer it is no.
+func (l *rmLink) knowsSession(ctx context.Context, id base.SessionID, secret []byte) bool {
+	if l == nil || len(secret) == 0 {
+		return false
+	}
+	client, _, err := l.use()
+	if err != nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, l.server.cfg.RMCallTimeout)
+	defer cancel()
+	answer, err := client.CheckSession(ctx, &maruv1.CheckSessionRequest{SessionId: id[:], SessionSecret: secret})
+	return err == nil && answer.GetFits()
+}
+
 // setPools tells the directory which shared pools there are.
 func (s *Server) setPools(pools []directory.Pool) error {
 	return s.step(func(d *directory.Directory, now time.Duration) error { return d.SetPools(now, pools) })

@@ -3754,6 +3754,102 @@ func (x *DropOwnerResponse) GetDraining() uint32 {
 	return 0
 }
 
+type CheckSessionRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	SessionId     []byte                 `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionSecret []byte                 `protobuf:"bytes,2,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckSessionRequest) Reset() {
+	*x = CheckSessionRequest{}
+	mi := &file_maru_v1_rm_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckSessionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckSessionRequest) ProtoMessage() {}
+
+func (x *CheckSessionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckSessionRequest.ProtoReflect.Descriptor instead.
+func (*CheckSessionRequest) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *CheckSessionRequest) GetSessionId() []byte {
+	if x != nil {
+		return x.SessionId
+	}
+	return nil
+}
+
+func (x *CheckSessionRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
+	}
+	return nil
+}
+
+type CheckSessionResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Fits          bool                   `protobuf:"varint,1,opt,name=fits,proto3" json:"fits,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckSessionResponse) Reset() {
+	*x = CheckSessionResponse{}
+	mi := &file_maru_v1_rm_proto_msgTypes[54]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckSessionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckSessionResponse) ProtoMessage() {}
+
+func (x *CheckSessionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_maru_v1_rm_proto_msgTypes[54]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckSessionResponse.ProtoReflect.Descriptor instead.
+func (*CheckSessionResponse) Descriptor() ([]byte, []int) {
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{54}
+}
+
+func (x *CheckSessionResponse) GetFits() bool {
+	if x != nil {
+		return x.Fits
+	}
+	return false
+}
+
 type StartAgentRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	AgentId       []byte                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
@@ -3767,7 +3863,7 @@ type StartAgentRequest struct {
 
 func (x *StartAgentRequest) Reset() {
 	*x = StartAgentRequest{}
-	mi := &file_maru_v1_rm_proto_msgTypes[53]
+	mi := &file_maru_v1_rm_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3779,7 +3875,7 @@ func (x *StartAgentRequest) String() string {
 func (*StartAgentRequest) ProtoMessage() {}
 
 func (x *StartAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[53]
+	mi := &file_maru_v1_rm_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3792,7 +3888,7 @@ func (x *StartAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartAgentRequest.ProtoReflect.Descriptor instead.
 func (*StartAgentRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{53}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *StartAgentRequest) GetAgentId() []byte {
@@ -3841,7 +3937,7 @@ type StartAgentResponse struct {
 
 func (x *StartAgentResponse) Reset() {
 	*x = StartAgentResponse{}
-	mi := &file_maru_v1_rm_proto_msgTypes[54]
+	mi := &file_maru_v1_rm_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3853,7 +3949,7 @@ func (x *StartAgentResponse) String() string {
 func (*StartAgentResponse) ProtoMessage() {}
 
 func (x *StartAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[54]
+	mi := &file_maru_v1_rm_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3866,7 +3962,7 @@ func (x *StartAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartAgentResponse.ProtoReflect.Descriptor instead.
 func (*StartAgentResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{54}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *StartAgentResponse) GetEpoch() uint32 {
@@ -3906,7 +4002,7 @@ type VouchSessionRequest struct {
 
 func (x *VouchSessionRequest) Reset() {
 	*x = VouchSessionRequest{}
-	mi := &file_maru_v1_rm_proto_msgTypes[55]
+	mi := &file_maru_v1_rm_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3918,7 +4014,7 @@ func (x *VouchSessionRequest) String() string {
 func (*VouchSessionRequest) ProtoMessage() {}
 
 func (x *VouchSessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[55]
+	mi := &file_maru_v1_rm_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3931,7 +4027,7 @@ func (x *VouchSessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VouchSessionRequest.ProtoReflect.Descriptor instead.
 func (*VouchSessionRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{55}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *VouchSessionRequest) GetAgentId() []byte {
@@ -3998,7 +4094,7 @@ type VouchSessionResponse struct {
 
 func (x *VouchSessionResponse) Reset() {
 	*x = VouchSessionResponse{}
-	mi := &file_maru_v1_rm_proto_msgTypes[56]
+	mi := &file_maru_v1_rm_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4010,7 +4106,7 @@ func (x *VouchSessionResponse) String() string {
 func (*VouchSessionResponse) ProtoMessage() {}
 
 func (x *VouchSessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[56]
+	mi := &file_maru_v1_rm_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4023,7 +4119,7 @@ func (x *VouchSessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VouchSessionResponse.ProtoReflect.Descriptor instead.
 func (*VouchSessionResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{56}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{58}
 }
 
 type ReportProcessesRequest struct {
@@ -4040,7 +4136,7 @@ type ReportProcessesRequest struct {
 
 func (x *ReportProcessesRequest) Reset() {
 	*x = ReportProcessesRequest{}
-	mi := &file_maru_v1_rm_proto_msgTypes[57]
+	mi := &file_maru_v1_rm_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4052,7 +4148,7 @@ func (x *ReportProcessesRequest) String() string {
 func (*ReportProcessesRequest) ProtoMessage() {}
 
 func (x *ReportProcessesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[57]
+	mi := &file_maru_v1_rm_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4065,7 +4161,7 @@ func (x *ReportProcessesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportProcessesRequest.ProtoReflect.Descriptor instead.
 func (*ReportProcessesRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{57}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *ReportProcessesRequest) GetAgentId() []byte {
@@ -4123,7 +4219,7 @@ type EndedProcess struct {
 
 func (x *EndedProcess) Reset() {
 	*x = EndedProcess{}
-	mi := &file_maru_v1_rm_proto_msgTypes[58]
+	mi := &file_maru_v1_rm_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4135,7 +4231,7 @@ func (x *EndedProcess) String() string {
 func (*EndedProcess) ProtoMessage() {}
 
 func (x *EndedProcess) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[58]
+	mi := &file_maru_v1_rm_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4148,7 +4244,7 @@ func (x *EndedProcess) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndedProcess.ProtoReflect.Descriptor instead.
 func (*EndedProcess) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{58}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *EndedProcess) GetProcess() *ProcessID {
@@ -4176,7 +4272,7 @@ type UnwatchedProcess struct {
 
 func (x *UnwatchedProcess) Reset() {
 	*x = UnwatchedProcess{}
-	mi := &file_maru_v1_rm_proto_msgTypes[59]
+	mi := &file_maru_v1_rm_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4188,7 +4284,7 @@ func (x *UnwatchedProcess) String() string {
 func (*UnwatchedProcess) ProtoMessage() {}
 
 func (x *UnwatchedProcess) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[59]
+	mi := &file_maru_v1_rm_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4201,7 +4297,7 @@ func (x *UnwatchedProcess) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnwatchedProcess.ProtoReflect.Descriptor instead.
 func (*UnwatchedProcess) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{59}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *UnwatchedProcess) GetProcess() *ProcessID {
@@ -4227,7 +4323,7 @@ type ReportProcessesResponse struct {
 
 func (x *ReportProcessesResponse) Reset() {
 	*x = ReportProcessesResponse{}
-	mi := &file_maru_v1_rm_proto_msgTypes[60]
+	mi := &file_maru_v1_rm_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4239,7 +4335,7 @@ func (x *ReportProcessesResponse) String() string {
 func (*ReportProcessesResponse) ProtoMessage() {}
 
 func (x *ReportProcessesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[60]
+	mi := &file_maru_v1_rm_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4252,7 +4348,7 @@ func (x *ReportProcessesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportProcessesResponse.ProtoReflect.Descriptor instead.
 func (*ReportProcessesResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{60}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ReportProcessesResponse) GetEnded() []*EndedAnswer {
@@ -4272,7 +4368,7 @@ type EndedAnswer struct {
 
 func (x *EndedAnswer) Reset() {
 	*x = EndedAnswer{}
-	mi := &file_maru_v1_rm_proto_msgTypes[61]
+	mi := &file_maru_v1_rm_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4284,7 +4380,7 @@ func (x *EndedAnswer) String() string {
 func (*EndedAnswer) ProtoMessage() {}
 
 func (x *EndedAnswer) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[61]
+	mi := &file_maru_v1_rm_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4297,7 +4393,7 @@ func (x *EndedAnswer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndedAnswer.ProtoReflect.Descriptor instead.
 func (*EndedAnswer) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{61}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *EndedAnswer) GetDone() bool {
@@ -4331,7 +4427,7 @@ type AgentInfo struct {
 
 func (x *AgentInfo) Reset() {
 	*x = AgentInfo{}
-	mi := &file_maru_v1_rm_proto_msgTypes[62]
+	mi := &file_maru_v1_rm_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4343,7 +4439,7 @@ func (x *AgentInfo) String() string {
 func (*AgentInfo) ProtoMessage() {}
 
 func (x *AgentInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[62]
+	mi := &file_maru_v1_rm_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4356,7 +4452,7 @@ func (x *AgentInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgentInfo.ProtoReflect.Descriptor instead.
 func (*AgentInfo) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{62}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *AgentInfo) GetAgentId() []byte {
@@ -4430,7 +4526,7 @@ type ListAgentsRequest struct {
 
 func (x *ListAgentsRequest) Reset() {
 	*x = ListAgentsRequest{}
-	mi := &file_maru_v1_rm_proto_msgTypes[63]
+	mi := &file_maru_v1_rm_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4442,7 +4538,7 @@ func (x *ListAgentsRequest) String() string {
 func (*ListAgentsRequest) ProtoMessage() {}
 
 func (x *ListAgentsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[63]
+	mi := &file_maru_v1_rm_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4455,7 +4551,7 @@ func (x *ListAgentsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListAgentsRequest.ProtoReflect.Descriptor instead.
 func (*ListAgentsRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{63}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{65}
 }
 
 type ListAgentsResponse struct {
@@ -4467,7 +4563,7 @@ type ListAgentsResponse struct {
 
 func (x *ListAgentsResponse) Reset() {
 	*x = ListAgentsResponse{}
-	mi := &file_maru_v1_rm_proto_msgTypes[64]
+	mi := &file_maru_v1_rm_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4479,7 +4575,7 @@ func (x *ListAgentsResponse) String() string {
 func (*ListAgentsResponse) ProtoMessage() {}
 
 func (x *ListAgentsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[64]
+	mi := &file_maru_v1_rm_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4492,7 +4588,7 @@ func (x *ListAgentsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListAgentsResponse.ProtoReflect.Descriptor instead.
 func (*ListAgentsResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{64}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *ListAgentsResponse) GetAgents() []*AgentInfo {
@@ -4512,7 +4608,7 @@ type DropAgentRequest struct {
 
 func (x *DropAgentRequest) Reset() {
 	*x = DropAgentRequest{}
-	mi := &file_maru_v1_rm_proto_msgTypes[65]
+	mi := &file_maru_v1_rm_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4524,7 +4620,7 @@ func (x *DropAgentRequest) String() string {
 func (*DropAgentRequest) ProtoMessage() {}
 
 func (x *DropAgentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[65]
+	mi := &file_maru_v1_rm_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4537,7 +4633,7 @@ func (x *DropAgentRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropAgentRequest.ProtoReflect.Descriptor instead.
 func (*DropAgentRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{65}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *DropAgentRequest) GetAgentId() []byte {
@@ -4563,7 +4659,7 @@ type DropAgentResponse struct {
 
 func (x *DropAgentResponse) Reset() {
 	*x = DropAgentResponse{}
-	mi := &file_maru_v1_rm_proto_msgTypes[66]
+	mi := &file_maru_v1_rm_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4575,7 +4671,7 @@ func (x *DropAgentResponse) String() string {
 func (*DropAgentResponse) ProtoMessage() {}
 
 func (x *DropAgentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[66]
+	mi := &file_maru_v1_rm_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4588,7 +4684,7 @@ func (x *DropAgentResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropAgentResponse.ProtoReflect.Descriptor instead.
 func (*DropAgentResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{66}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *DropAgentResponse) GetSessions() uint32 {
@@ -4607,7 +4703,7 @@ type DescribeWatcherRequest struct {
 
 func (x *DescribeWatcherRequest) Reset() {
 	*x = DescribeWatcherRequest{}
-	mi := &file_maru_v1_rm_proto_msgTypes[67]
+	mi := &file_maru_v1_rm_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4619,7 +4715,7 @@ func (x *DescribeWatcherRequest) String() string {
 func (*DescribeWatcherRequest) ProtoMessage() {}
 
 func (x *DescribeWatcherRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[67]
+	mi := &file_maru_v1_rm_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4632,7 +4728,7 @@ func (x *DescribeWatcherRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeWatcherRequest.ProtoReflect.Descriptor instead.
 func (*DescribeWatcherRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{67}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *DescribeWatcherRequest) GetVersion() *ProtocolVersion {
@@ -4657,7 +4753,7 @@ type DescribeWatcherResponse struct {
 
 func (x *DescribeWatcherResponse) Reset() {
 	*x = DescribeWatcherResponse{}
-	mi := &file_maru_v1_rm_proto_msgTypes[68]
+	mi := &file_maru_v1_rm_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4669,7 +4765,7 @@ func (x *DescribeWatcherResponse) String() string {
 func (*DescribeWatcherResponse) ProtoMessage() {}
 
 func (x *DescribeWatcherResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[68]
+	mi := &file_maru_v1_rm_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4682,7 +4778,7 @@ func (x *DescribeWatcherResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeWatcherResponse.ProtoReflect.Descriptor instead.
 func (*DescribeWatcherResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{68}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *DescribeWatcherResponse) GetVersion() uint32 {
@@ -4747,7 +4843,7 @@ type BindSessionRequest struct {
 
 func (x *BindSessionRequest) Reset() {
 	*x = BindSessionRequest{}
-	mi := &file_maru_v1_rm_proto_msgTypes[69]
+	mi := &file_maru_v1_rm_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4759,7 +4855,7 @@ func (x *BindSessionRequest) String() string {
 func (*BindSessionRequest) ProtoMessage() {}
 
 func (x *BindSessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[69]
+	mi := &file_maru_v1_rm_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4772,7 +4868,7 @@ func (x *BindSessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BindSessionRequest.ProtoReflect.Descriptor instead.
 func (*BindSessionRequest) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{69}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *BindSessionRequest) GetVersion() *ProtocolVersion {
@@ -4821,7 +4917,7 @@ type BindSessionResponse struct {
 
 func (x *BindSessionResponse) Reset() {
 	*x = BindSessionResponse{}
-	mi := &file_maru_v1_rm_proto_msgTypes[70]
+	mi := &file_maru_v1_rm_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4833,7 +4929,7 @@ func (x *BindSessionResponse) String() string {
 func (*BindSessionResponse) ProtoMessage() {}
 
 func (x *BindSessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_maru_v1_rm_proto_msgTypes[70]
+	mi := &file_maru_v1_rm_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4846,7 +4942,7 @@ func (x *BindSessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BindSessionResponse.ProtoReflect.Descriptor instead.
 func (*BindSessionResponse) Descriptor() ([]byte, []int) {
-	return file_maru_v1_rm_proto_rawDescGZIP(), []int{70}
+	return file_maru_v1_rm_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *BindSessionResponse) GetProvable() bool {
@@ -5177,7 +5273,13 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\aconfirm\x18\x02 \x01(\bR\aconfirm\"E\n" +
 	"\x11DropOwnerResponse\x12\x14\n" +
 	"\x05freed\x18\x01 \x01(\rR\x05freed\x12\x1a\n" +
-	"\bdraining\x18\x02 \x01(\rR\bdraining\"\x9c\x01\n" +
+	"\bdraining\x18\x02 \x01(\rR\bdraining\"`\n" +
+	"\x13CheckSessionRequest\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x01 \x01(\fR\tsessionId\x12*\n" +
+	"\x0esession_secret\x18\x02 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\"*\n" +
+	"\x14CheckSessionResponse\x12\x12\n" +
+	"\x04fits\x18\x01 \x01(\bR\x04fits\"\x9c\x01\n" +
 	"\x11StartAgentRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\fR\aagentId\x12\x17\n" +
 	"\anode_id\x18\x02 \x01(\fR\x06nodeId\x12\x17\n" +
@@ -5268,7 +5370,7 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\x18REGION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16REGION_STATE_ALLOCATED\x10\x01\x12\x15\n" +
 	"\x11REGION_STATE_HELD\x10\x02\x12\x19\n" +
-	"\x15REGION_STATE_DRAINING\x10\x032\x94\x0f\n" +
+	"\x15REGION_STATE_DRAINING\x10\x032\xe1\x0f\n" +
 	"\x0fResourceManager\x12?\n" +
 	"\bDescribe\x12\x18.maru.v1.DescribeRequest\x1a\x19.maru.v1.DescribeResponse\x12E\n" +
 	"\n" +
@@ -5287,7 +5389,8 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\x0fReportProcesses\x12\x1f.maru.v1.ReportProcessesRequest\x1a .maru.v1.ReportProcessesResponse\x12W\n" +
 	"\x10StartDomainProof\x12 .maru.v1.StartDomainProofRequest\x1a!.maru.v1.StartDomainProofResponse\x12Z\n" +
 	"\x11FinishDomainProof\x12!.maru.v1.FinishDomainProofRequest\x1a\".maru.v1.FinishDomainProofResponse\x12W\n" +
-	"\x10CheckDomainProof\x12 .maru.v1.CheckDomainProofRequest\x1a!.maru.v1.CheckDomainProofResponse\x12H\n" +
+	"\x10CheckDomainProof\x12 .maru.v1.CheckDomainProofRequest\x1a!.maru.v1.CheckDomainProofResponse\x12K\n" +
+	"\fCheckSession\x12\x1c.maru.v1.CheckSessionRequest\x1a\x1d.maru.v1.CheckSessionResponse\x12H\n" +
 	"\vReadRecords\x12\x1b.maru.v1.ReadRecordsRequest\x1a\x1c.maru.v1.ReadRecordsResponse\x12K\n" +
 	"\fClearRecords\x12\x1c.maru.v1.ClearRecordsRequest\x1a\x1d.maru.v1.ClearRecordsResponse\x12?\n" +
 	"\n" +
@@ -5320,7 +5423,7 @@ func file_maru_v1_rm_proto_rawDescGZIP() []byte {
 }
 
 var file_maru_v1_rm_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_maru_v1_rm_proto_msgTypes = make([]protoimpl.MessageInfo, 71)
+var file_maru_v1_rm_proto_msgTypes = make([]protoimpl.MessageInfo, 73)
 var file_maru_v1_rm_proto_goTypes = []any{
 	(PoolState)(0),                    // 0: maru.v1.PoolState
 	(RegionState)(0),                  // 1: maru.v1.RegionState
@@ -5377,84 +5480,86 @@ var file_maru_v1_rm_proto_goTypes = []any{
 	(*DropHoldsResponse)(nil),         // 52: maru.v1.DropHoldsResponse
 	(*DropOwnerRequest)(nil),          // 53: maru.v1.DropOwnerRequest
 	(*DropOwnerResponse)(nil),         // 54: maru.v1.DropOwnerResponse
-	(*StartAgentRequest)(nil),         // 55: maru.v1.StartAgentRequest
-	(*StartAgentResponse)(nil),        // 56: maru.v1.StartAgentResponse
-	(*VouchSessionRequest)(nil),       // 57: maru.v1.VouchSessionRequest
-	(*VouchSessionResponse)(nil),      // 58: maru.v1.VouchSessionResponse
-	(*ReportProcessesRequest)(nil),    // 59: maru.v1.ReportProcessesRequest
-	(*EndedProcess)(nil),              // 60: maru.v1.EndedProcess
-	(*UnwatchedProcess)(nil),          // 61: maru.v1.UnwatchedProcess
-	(*ReportProcessesResponse)(nil),   // 62: maru.v1.ReportProcessesResponse
-	(*EndedAnswer)(nil),               // 63: maru.v1.EndedAnswer
-	(*AgentInfo)(nil),                 // 64: maru.v1.AgentInfo
-	(*ListAgentsRequest)(nil),         // 65: maru.v1.ListAgentsRequest
-	(*ListAgentsResponse)(nil),        // 66: maru.v1.ListAgentsResponse
-	(*DropAgentRequest)(nil),          // 67: maru.v1.DropAgentRequest
-	(*DropAgentResponse)(nil),         // 68: maru.v1.DropAgentResponse
-	(*DescribeWatcherRequest)(nil),    // 69: maru.v1.DescribeWatcherRequest
-	(*DescribeWatcherResponse)(nil),   // 70: maru.v1.DescribeWatcherResponse
-	(*BindSessionRequest)(nil),        // 71: maru.v1.BindSessionRequest
-	(*BindSessionResponse)(nil),       // 72: maru.v1.BindSessionResponse
-	(*ProtocolVersion)(nil),           // 73: maru.v1.ProtocolVersion
-	(Medium)(0),                       // 74: maru.v1.Medium
-	(Tier)(0),                         // 75: maru.v1.Tier
-	(Scope)(0),                        // 76: maru.v1.Scope
-	(Coherence)(0),                    // 77: maru.v1.Coherence
-	(DeviceKind)(0),                   // 78: maru.v1.DeviceKind
-	(*RegionHandle)(nil),              // 79: maru.v1.RegionHandle
-	(*RegionPlace)(nil),               // 80: maru.v1.RegionPlace
-	(*Problem)(nil),                   // 81: maru.v1.Problem
-	(*ProcessID)(nil),                 // 82: maru.v1.ProcessID
+	(*CheckSessionRequest)(nil),       // 55: maru.v1.CheckSessionRequest
+	(*CheckSessionResponse)(nil),      // 56: maru.v1.CheckSessionResponse
+	(*StartAgentRequest)(nil),         // 57: maru.v1.StartAgentRequest
+	(*StartAgentResponse)(nil),        // 58: maru.v1.StartAgentResponse
+	(*VouchSessionRequest)(nil),       // 59: maru.v1.VouchSessionRequest
+	(*VouchSessionResponse)(nil),      // 60: maru.v1.VouchSessionResponse
+	(*ReportProcessesRequest)(nil),    // 61: maru.v1.ReportProcessesRequest
+	(*EndedProcess)(nil),              // 62: maru.v1.EndedProcess
+	(*UnwatchedProcess)(nil),          // 63: maru.v1.UnwatchedProcess
+	(*ReportProcessesResponse)(nil),   // 64: maru.v1.ReportProcessesResponse
+	(*EndedAnswer)(nil),               // 65: maru.v1.EndedAnswer
+	(*AgentInfo)(nil),                 // 66: maru.v1.AgentInfo
+	(*ListAgentsRequest)(nil),         // 67: maru.v1.ListAgentsRequest
+	(*ListAgentsResponse)(nil),        // 68: maru.v1.ListAgentsResponse
+	(*DropAgentRequest)(nil),          // 69: maru.v1.DropAgentRequest
+	(*DropAgentResponse)(nil),         // 70: maru.v1.DropAgentResponse
+	(*DescribeWatcherRequest)(nil),    // 71: maru.v1.DescribeWatcherRequest
+	(*DescribeWatcherResponse)(nil),   // 72: maru.v1.DescribeWatcherResponse
+	(*BindSessionRequest)(nil),        // 73: maru.v1.BindSessionRequest
+	(*BindSessionResponse)(nil),       // 74: maru.v1.BindSessionResponse
+	(*ProtocolVersion)(nil),           // 75: maru.v1.ProtocolVersion
+	(Medium)(0),                       // 76: maru.v1.Medium
+	(Tier)(0),                         // 77: maru.v1.Tier
+	(Scope)(0),                        // 78: maru.v1.Scope
+	(Coherence)(0),                    // 79: maru.v1.Coherence
+	(DeviceKind)(0),                   // 80: maru.v1.DeviceKind
+	(*RegionHandle)(nil),              // 81: maru.v1.RegionHandle
+	(*RegionPlace)(nil),               // 82: maru.v1.RegionPlace
+	(*Problem)(nil),                   // 83: maru.v1.Problem
+	(*ProcessID)(nil),                 // 84: maru.v1.ProcessID
 }
 var file_maru_v1_rm_proto_depIdxs = []int32{
-	73, // 0: maru.v1.DescribeRequest.version:type_name -> maru.v1.ProtocolVersion
+	75, // 0: maru.v1.DescribeRequest.version:type_name -> maru.v1.ProtocolVersion
 	4,  // 1: maru.v1.DescribeResponse.pools:type_name -> maru.v1.PoolInfo
-	74, // 2: maru.v1.PoolInfo.medium:type_name -> maru.v1.Medium
-	75, // 3: maru.v1.PoolInfo.tier:type_name -> maru.v1.Tier
-	76, // 4: maru.v1.PoolInfo.scope:type_name -> maru.v1.Scope
-	77, // 5: maru.v1.PoolInfo.coherence:type_name -> maru.v1.Coherence
-	78, // 6: maru.v1.PoolInfo.device_kind:type_name -> maru.v1.DeviceKind
+	76, // 2: maru.v1.PoolInfo.medium:type_name -> maru.v1.Medium
+	77, // 3: maru.v1.PoolInfo.tier:type_name -> maru.v1.Tier
+	78, // 4: maru.v1.PoolInfo.scope:type_name -> maru.v1.Scope
+	79, // 5: maru.v1.PoolInfo.coherence:type_name -> maru.v1.Coherence
+	80, // 6: maru.v1.PoolInfo.device_kind:type_name -> maru.v1.DeviceKind
 	0,  // 7: maru.v1.PoolInfo.state:type_name -> maru.v1.PoolState
-	79, // 8: maru.v1.AllocateResponse.handle:type_name -> maru.v1.RegionHandle
-	80, // 9: maru.v1.AllocateResponse.place:type_name -> maru.v1.RegionPlace
-	79, // 10: maru.v1.FreeRequest.handle:type_name -> maru.v1.RegionHandle
-	79, // 11: maru.v1.MintReadRequest.handles:type_name -> maru.v1.RegionHandle
-	79, // 12: maru.v1.MintReadResponse.handles:type_name -> maru.v1.RegionHandle
-	79, // 13: maru.v1.GetAccessRequest.handles:type_name -> maru.v1.RegionHandle
-	79, // 14: maru.v1.RegionAccess.handle:type_name -> maru.v1.RegionHandle
-	80, // 15: maru.v1.RegionAccess.place:type_name -> maru.v1.RegionPlace
-	78, // 16: maru.v1.RegionAccess.device_kind:type_name -> maru.v1.DeviceKind
-	77, // 17: maru.v1.RegionAccess.coherence:type_name -> maru.v1.Coherence
-	81, // 18: maru.v1.RegionAccess.problem:type_name -> maru.v1.Problem
+	81, // 8: maru.v1.AllocateResponse.handle:type_name -> maru.v1.RegionHandle
+	82, // 9: maru.v1.AllocateResponse.place:type_name -> maru.v1.RegionPlace
+	81, // 10: maru.v1.FreeRequest.handle:type_name -> maru.v1.RegionHandle
+	81, // 11: maru.v1.MintReadRequest.handles:type_name -> maru.v1.RegionHandle
+	81, // 12: maru.v1.MintReadResponse.handles:type_name -> maru.v1.RegionHandle
+	81, // 13: maru.v1.GetAccessRequest.handles:type_name -> maru.v1.RegionHandle
+	81, // 14: maru.v1.RegionAccess.handle:type_name -> maru.v1.RegionHandle
+	82, // 15: maru.v1.RegionAccess.place:type_name -> maru.v1.RegionPlace
+	80, // 16: maru.v1.RegionAccess.device_kind:type_name -> maru.v1.DeviceKind
+	79, // 17: maru.v1.RegionAccess.coherence:type_name -> maru.v1.Coherence
+	83, // 18: maru.v1.RegionAccess.problem:type_name -> maru.v1.Problem
 	14, // 19: maru.v1.GetAccessResponse.regions:type_name -> maru.v1.RegionAccess
-	79, // 20: maru.v1.HoldRequest.handles:type_name -> maru.v1.RegionHandle
+	81, // 20: maru.v1.HoldRequest.handles:type_name -> maru.v1.RegionHandle
 	14, // 21: maru.v1.HoldResponse.regions:type_name -> maru.v1.RegionAccess
-	79, // 22: maru.v1.UnholdRequest.handles:type_name -> maru.v1.RegionHandle
-	78, // 23: maru.v1.StartDomainProofResponse.device_kind:type_name -> maru.v1.DeviceKind
-	77, // 24: maru.v1.StartDomainProofResponse.coherence:type_name -> maru.v1.Coherence
+	81, // 22: maru.v1.UnholdRequest.handles:type_name -> maru.v1.RegionHandle
+	80, // 23: maru.v1.StartDomainProofResponse.device_kind:type_name -> maru.v1.DeviceKind
+	79, // 24: maru.v1.StartDomainProofResponse.coherence:type_name -> maru.v1.Coherence
 	34, // 25: maru.v1.OwnerEvent.session_gone:type_name -> maru.v1.SessionGone
 	35, // 26: maru.v1.OwnerEvent.region_freed:type_name -> maru.v1.RegionFreed
 	36, // 27: maru.v1.OwnerEvent.fenced:type_name -> maru.v1.OwnerFenced
 	37, // 28: maru.v1.OwnerEvent.snapshot:type_name -> maru.v1.Snapshot
 	4,  // 29: maru.v1.ListPoolsResponse.pools:type_name -> maru.v1.PoolInfo
 	1,  // 30: maru.v1.RegionInfo.state:type_name -> maru.v1.RegionState
-	80, // 31: maru.v1.RegionInfo.place:type_name -> maru.v1.RegionPlace
-	79, // 32: maru.v1.RegionInfo.handle:type_name -> maru.v1.RegionHandle
+	82, // 31: maru.v1.RegionInfo.place:type_name -> maru.v1.RegionPlace
+	81, // 32: maru.v1.RegionInfo.handle:type_name -> maru.v1.RegionHandle
 	42, // 33: maru.v1.ListRegionsResponse.regions:type_name -> maru.v1.RegionInfo
-	82, // 34: maru.v1.HoldInfo.process:type_name -> maru.v1.ProcessID
+	84, // 34: maru.v1.HoldInfo.process:type_name -> maru.v1.ProcessID
 	45, // 35: maru.v1.ListHoldsResponse.holds:type_name -> maru.v1.HoldInfo
 	48, // 36: maru.v1.ListOwnersResponse.owners:type_name -> maru.v1.OwnerInfo
-	82, // 37: maru.v1.VouchSessionRequest.process:type_name -> maru.v1.ProcessID
-	60, // 38: maru.v1.ReportProcessesRequest.ended:type_name -> maru.v1.EndedProcess
-	61, // 39: maru.v1.ReportProcessesRequest.unwatched:type_name -> maru.v1.UnwatchedProcess
-	82, // 40: maru.v1.EndedProcess.process:type_name -> maru.v1.ProcessID
-	79, // 41: maru.v1.EndedProcess.written_back:type_name -> maru.v1.RegionHandle
-	82, // 42: maru.v1.UnwatchedProcess.process:type_name -> maru.v1.ProcessID
-	63, // 43: maru.v1.ReportProcessesResponse.ended:type_name -> maru.v1.EndedAnswer
+	84, // 37: maru.v1.VouchSessionRequest.process:type_name -> maru.v1.ProcessID
+	62, // 38: maru.v1.ReportProcessesRequest.ended:type_name -> maru.v1.EndedProcess
+	63, // 39: maru.v1.ReportProcessesRequest.unwatched:type_name -> maru.v1.UnwatchedProcess
+	84, // 40: maru.v1.EndedProcess.process:type_name -> maru.v1.ProcessID
+	81, // 41: maru.v1.EndedProcess.written_back:type_name -> maru.v1.RegionHandle
+	84, // 42: maru.v1.UnwatchedProcess.process:type_name -> maru.v1.ProcessID
+	65, // 43: maru.v1.ReportProcessesResponse.ended:type_name -> maru.v1.EndedAnswer
 	14, // 44: maru.v1.EndedAnswer.write_back:type_name -> maru.v1.RegionAccess
-	64, // 45: maru.v1.ListAgentsResponse.agents:type_name -> maru.v1.AgentInfo
-	73, // 46: maru.v1.DescribeWatcherRequest.version:type_name -> maru.v1.ProtocolVersion
-	73, // 47: maru.v1.BindSessionRequest.version:type_name -> maru.v1.ProtocolVersion
+	66, // 45: maru.v1.ListAgentsResponse.agents:type_name -> maru.v1.AgentInfo
+	75, // 46: maru.v1.DescribeWatcherRequest.version:type_name -> maru.v1.ProtocolVersion
+	75, // 47: maru.v1.BindSessionRequest.version:type_name -> maru.v1.ProtocolVersion
 	2,  // 48: maru.v1.ResourceManager.Describe:input_type -> maru.v1.DescribeRequest
 	5,  // 49: maru.v1.ResourceManager.StartOwner:input_type -> maru.v1.StartOwnerRequest
 	7,  // 50: maru.v1.ResourceManager.Allocate:input_type -> maru.v1.AllocateRequest
@@ -5464,57 +5569,59 @@ var file_maru_v1_rm_proto_depIdxs = []int32{
 	16, // 54: maru.v1.ResourceManager.Hold:input_type -> maru.v1.HoldRequest
 	18, // 55: maru.v1.ResourceManager.Unhold:input_type -> maru.v1.UnholdRequest
 	20, // 56: maru.v1.ResourceManager.ResetHolds:input_type -> maru.v1.ResetHoldsRequest
-	55, // 57: maru.v1.ResourceManager.StartAgent:input_type -> maru.v1.StartAgentRequest
-	57, // 58: maru.v1.ResourceManager.VouchSession:input_type -> maru.v1.VouchSessionRequest
-	59, // 59: maru.v1.ResourceManager.ReportProcesses:input_type -> maru.v1.ReportProcessesRequest
+	57, // 57: maru.v1.ResourceManager.StartAgent:input_type -> maru.v1.StartAgentRequest
+	59, // 58: maru.v1.ResourceManager.VouchSession:input_type -> maru.v1.VouchSessionRequest
+	61, // 59: maru.v1.ResourceManager.ReportProcesses:input_type -> maru.v1.ReportProcessesRequest
 	22, // 60: maru.v1.ResourceManager.StartDomainProof:input_type -> maru.v1.StartDomainProofRequest
 	24, // 61: maru.v1.ResourceManager.FinishDomainProof:input_type -> maru.v1.FinishDomainProofRequest
 	26, // 62: maru.v1.ResourceManager.CheckDomainProof:input_type -> maru.v1.CheckDomainProofRequest
-	28, // 63: maru.v1.ResourceManager.ReadRecords:input_type -> maru.v1.ReadRecordsRequest
-	30, // 64: maru.v1.ResourceManager.ClearRecords:input_type -> maru.v1.ClearRecordsRequest
-	32, // 65: maru.v1.ResourceManager.WatchOwner:input_type -> maru.v1.WatchOwnerRequest
-	38, // 66: maru.v1.ResourceManager.WatchSession:input_type -> maru.v1.WatchSessionRequest
-	40, // 67: maru.v1.ResourceManager.ListPools:input_type -> maru.v1.ListPoolsRequest
-	43, // 68: maru.v1.ResourceManager.ListRegions:input_type -> maru.v1.ListRegionsRequest
-	46, // 69: maru.v1.ResourceManager.ListHolds:input_type -> maru.v1.ListHoldsRequest
-	49, // 70: maru.v1.ResourceManager.ListOwners:input_type -> maru.v1.ListOwnersRequest
-	65, // 71: maru.v1.ResourceManager.ListAgents:input_type -> maru.v1.ListAgentsRequest
-	51, // 72: maru.v1.ResourceManager.DropHolds:input_type -> maru.v1.DropHoldsRequest
-	53, // 73: maru.v1.ResourceManager.DropOwner:input_type -> maru.v1.DropOwnerRequest
-	67, // 74: maru.v1.ResourceManager.DropAgent:input_type -> maru.v1.DropAgentRequest
-	69, // 75: maru.v1.NodeWatcher.DescribeWatcher:input_type -> maru.v1.DescribeWatcherRequest
-	71, // 76: maru.v1.NodeWatcher.BindSession:input_type -> maru.v1.BindSessionRequest
-	3,  // 77: maru.v1.ResourceManager.Describe:output_type -> maru.v1.DescribeResponse
-	6,  // 78: maru.v1.ResourceManager.StartOwner:output_type -> maru.v1.StartOwnerResponse
-	8,  // 79: maru.v1.ResourceManager.Allocate:output_type -> maru.v1.AllocateResponse
-	10, // 80: maru.v1.ResourceManager.Free:output_type -> maru.v1.FreeResponse
-	12, // 81: maru.v1.ResourceManager.MintRead:output_type -> maru.v1.MintReadResponse
-	15, // 82: maru.v1.ResourceManager.GetAccess:output_type -> maru.v1.GetAccessResponse
-	17, // 83: maru.v1.ResourceManager.Hold:output_type -> maru.v1.HoldResponse
-	19, // 84: maru.v1.ResourceManager.Unhold:output_type -> maru.v1.UnholdResponse
-	21, // 85: maru.v1.ResourceManager.ResetHolds:output_type -> maru.v1.ResetHoldsResponse
-	56, // 86: maru.v1.ResourceManager.StartAgent:output_type -> maru.v1.StartAgentResponse
-	58, // 87: maru.v1.ResourceManager.VouchSession:output_type -> maru.v1.VouchSessionResponse
-	62, // 88: maru.v1.ResourceManager.ReportProcesses:output_type -> maru.v1.ReportProcessesResponse
-	23, // 89: maru.v1.ResourceManager.StartDomainProof:output_type -> maru.v1.StartDomainProofResponse
-	25, // 90: maru.v1.ResourceManager.FinishDomainProof:output_type -> maru.v1.FinishDomainProofResponse
-	27, // 91: maru.v1.ResourceManager.CheckDomainProof:output_type -> maru.v1.CheckDomainProofResponse
-	29, // 92: maru.v1.ResourceManager.ReadRecords:output_type -> maru.v1.ReadRecordsResponse
-	31, // 93: maru.v1.ResourceManager.ClearRecords:output_type -> maru.v1.ClearRecordsResponse
-	33, // 94: maru.v1.ResourceManager.WatchOwner:output_type -> maru.v1.OwnerEvent
-	39, // 95: maru.v1.ResourceManager.WatchSession:output_type -> maru.v1.SessionRegionEvent
-	41, // 96: maru.v1.ResourceManager.ListPools:output_type -> maru.v1.ListPoolsResponse
-	44, // 97: maru.v1.ResourceManager.ListRegions:output_type -> maru.v1.ListRegionsResponse
-	47, // 98: maru.v1.ResourceManager.ListHolds:output_type -> maru.v1.ListHoldsResponse
-	50, // 99: maru.v1.ResourceManager.ListOwners:output_type -> maru.v1.ListOwnersResponse
-	66, // 100: maru.v1.ResourceManager.ListAgents:output_type -> maru.v1.ListAgentsResponse
-	52, // 101: maru.v1.ResourceManager.DropHolds:output_type -> maru.v1.DropHoldsResponse
-	54, // 102: maru.v1.ResourceManager.DropOwner:output_type -> maru.v1.DropOwnerResponse
-	68, // 103: maru.v1.ResourceManager.DropAgent:output_type -> maru.v1.DropAgentResponse
-	70, // 104: maru.v1.NodeWatcher.DescribeWatcher:output_type -> maru.v1.DescribeWatcherResponse
-	72, // 105: maru.v1.NodeWatcher.BindSession:output_type -> maru.v1.BindSessionResponse
-	77, // [77:106] is the sub-list for method output_type
-	48, // [48:77] is the sub-list for method input_type
+	55, // 63: maru.v1.ResourceManager.CheckSession:input_type -> maru.v1.CheckSessionRequest
+	28, // 64: maru.v1.ResourceManager.ReadRecords:input_type -> maru.v1.ReadRecordsRequest
+	30, // 65: maru.v1.ResourceManager.ClearRecords:input_type -> maru.v1.ClearRecordsRequest
+	32, // 66: maru.v1.ResourceManager.WatchOwner:input_type -> maru.v1.WatchOwnerRequest
+	38, // 67: maru.v1.ResourceManager.WatchSession:input_type -> maru.v1.WatchSessionRequest
+	40, // 68: maru.v1.ResourceManager.ListPools:input_type -> maru.v1.ListPoolsRequest
+	43, // 69: maru.v1.ResourceManager.ListRegions:input_type -> maru.v1.ListRegionsRequest
+	46, // 70: maru.v1.ResourceManager.ListHolds:input_type -> maru.v1.ListHoldsRequest
+	49, // 71: maru.v1.ResourceManager.ListOwners:input_type -> maru.v1.ListOwnersRequest
+	67, // 72: maru.v1.ResourceManager.ListAgents:input_type -> maru.v1.ListAgentsRequest
+	51, // 73: maru.v1.ResourceManager.DropHolds:input_type -> maru.v1.DropHoldsRequest
+	53, // 74: maru.v1.ResourceManager.DropOwner:input_type -> maru.v1.DropOwnerRequest
+	69, // 75: maru.v1.ResourceManager.DropAgent:input_type -> maru.v1.DropAgentRequest
+	71, // 76: maru.v1.NodeWatcher.DescribeWatcher:input_type -> maru.v1.DescribeWatcherRequest
+	73, // 77: maru.v1.NodeWatcher.BindSession:input_type -> maru.v1.BindSessionRequest
+	3,  // 78: maru.v1.ResourceManager.Describe:output_type -> maru.v1.DescribeResponse
+	6,  // 79: maru.v1.ResourceManager.StartOwner:output_type -> maru.v1.StartOwnerResponse
+	8,  // 80: maru.v1.ResourceManager.Allocate:output_type -> maru.v1.AllocateResponse
+	10, // 81: maru.v1.ResourceManager.Free:output_type -> maru.v1.FreeResponse
+	12, // 82: maru.v1.ResourceManager.MintRead:output_type -> maru.v1.MintReadResponse
+	15, // 83: maru.v1.ResourceManager.GetAccess:output_type -> maru.v1.GetAccessResponse
+	17, // 84: maru.v1.ResourceManager.Hold:output_type -> maru.v1.HoldResponse
+	19, // 85: maru.v1.ResourceManager.Unhold:output_type -> maru.v1.UnholdResponse
+	21, // 86: maru.v1.ResourceManager.ResetHolds:output_type -> maru.v1.ResetHoldsResponse
+	58, // 87: maru.v1.ResourceManager.StartAgent:output_type -> maru.v1.StartAgentResponse
+	60, // 88: maru.v1.ResourceManager.VouchSession:output_type -> maru.v1.VouchSessionResponse
+	64, // 89: maru.v1.ResourceManager.ReportProcesses:output_type -> maru.v1.ReportProcessesResponse
+	23, // 90: maru.v1.ResourceManager.StartDomainProof:output_type -> maru.v1.StartDomainProofResponse
+	25, // 91: maru.v1.ResourceManager.FinishDomainProof:output_type -> maru.v1.FinishDomainProofResponse
+	27, // 92: maru.v1.ResourceManager.CheckDomainProof:output_type -> maru.v1.CheckDomainProofResponse
+	56, // 93: maru.v1.ResourceManager.CheckSession:output_type -> maru.v1.CheckSessionResponse
+	29, // 94: maru.v1.ResourceManager.ReadRecords:output_type -> maru.v1.ReadRecordsResponse
+	31, // 95: maru.v1.ResourceManager.ClearRecords:output_type -> maru.v1.ClearRecordsResponse
+	33, // 96: maru.v1.ResourceManager.WatchOwner:output_type -> maru.v1.OwnerEvent
+	39, // 97: maru.v1.ResourceManager.WatchSession:output_type -> maru.v1.SessionRegionEvent
+	41, // 98: maru.v1.ResourceManager.ListPools:output_type -> maru.v1.ListPoolsResponse
+	44, // 99: maru.v1.ResourceManager.ListRegions:output_type -> maru.v1.ListRegionsResponse
+	47, // 100: maru.v1.ResourceManager.ListHolds:output_type -> maru.v1.ListHoldsResponse
+	50, // 101: maru.v1.ResourceManager.ListOwners:output_type -> maru.v1.ListOwnersResponse
+	68, // 102: maru.v1.ResourceManager.ListAgents:output_type -> maru.v1.ListAgentsResponse
+	52, // 103: maru.v1.ResourceManager.DropHolds:output_type -> maru.v1.DropHoldsResponse
+	54, // 104: maru.v1.ResourceManager.DropOwner:output_type -> maru.v1.DropOwnerResponse
+	70, // 105: maru.v1.ResourceManager.DropAgent:output_type -> maru.v1.DropAgentResponse
+	72, // 106: maru.v1.NodeWatcher.DescribeWatcher:output_type -> maru.v1.DescribeWatcherResponse
+	74, // 107: maru.v1.NodeWatcher.BindSession:output_type -> maru.v1.BindSessionResponse
+	78, // [78:108] is the sub-list for method output_type
+	48, // [48:78] is the sub-list for method input_type
 	48, // [48:48] is the sub-list for extension type_name
 	48, // [48:48] is the sub-list for extension extendee
 	0,  // [0:48] is the sub-list for field type_name
@@ -5538,7 +5645,7 @@ func file_maru_v1_rm_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_maru_v1_rm_proto_rawDesc), len(file_maru_v1_rm_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   71,
+			NumMessages:   73,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

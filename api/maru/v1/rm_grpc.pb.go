@@ -38,6 +38,7 @@ const (
 	ResourceManager_StartDomainProof_FullMethodName  = "/maru.v1.ResourceManager/StartDomainProof"
 	ResourceManager_FinishDomainProof_FullMethodName = "/maru.v1.ResourceManager/FinishDomainProof"
 	ResourceManager_CheckDomainProof_FullMethodName  = "/maru.v1.ResourceManager/CheckDomainProof"
+	ResourceManager_CheckSession_FullMethodName      = "/maru.v1.ResourceManager/CheckSession"
 	ResourceManager_ReadRecords_FullMethodName       = "/maru.v1.ResourceManager/ReadRecords"
 	ResourceManager_ClearRecords_FullMethodName      = "/maru.v1.ResourceManager/ClearRecords"
 	ResourceManager_WatchOwner_FullMethodName        = "/maru.v1.ResourceManager/WatchOwner"
@@ -96,6 +97,8 @@ type ResourceManagerClient interface {
 	StartDomainProof(ctx context.Context, in *StartDomainProofRequest, opts ...grpc.CallOption) (*StartDomainProofResponse, error)
 	FinishDomainProof(ctx context.Context, in *FinishDomainProofRequest, opts ...grpc.CallOption) (*FinishDomainProofResponse, error)
 	CheckDomainProof(ctx context.Context, in *CheckDomainProofRequest, opts ...grpc.CallOption) (*CheckDomainProofResponse, error)
+	// CheckSession tells a server whether a secret is that of a session on record.
+	CheckSession(ctx context.Context, in *CheckSessionRequest, opts ...grpc.CallOption) (*CheckSessionResponse, error)
 	// ReadRecords and ClearRecords work on the record table of a region whose
 	// writer is gone or has left, for its owner.
 	ReadRecords(ctx context.Context, in *ReadRecordsRequest, opts ...grpc.CallOption) (*ReadRecordsResponse, error)
@@ -270,6 +273,16 @@ func (c *resourceManagerClient) CheckDomainProof(ctx context.Context, in *CheckD
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CheckDomainProofResponse)
 	err := c.cc.Invoke(ctx, ResourceManager_CheckDomainProof_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *resourceManagerClient) CheckSession(ctx context.Context, in *CheckSessionRequest, opts ...grpc.CallOption) (*CheckSessionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CheckSessionResponse)
+	err := c.cc.Invoke(ctx, ResourceManager_CheckSession_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -458,6 +471,8 @@ type ResourceManagerServer interface {
 	StartDomainProof(context.Context, *StartDomainProofRequest) (*StartDomainProofResponse, error)
 	FinishDomainProof(context.Context, *FinishDomainProofRequest) (*FinishDomainProofResponse, error)
 	CheckDomainProof(context.Context, *CheckDomainProofRequest) (*CheckDomainProofResponse, error)
+	// CheckSession tells a server whether a secret is that of a session on record.
+	CheckSession(context.Context, *CheckSessionRequest) (*CheckSessionResponse, error)
 	// ReadRecords and ClearRecords work on the record table of a region whose
 	// writer is gone or has left, for its owner.
 	ReadRecords(context.Context, *ReadRecordsRequest) (*ReadRecordsResponse, error)
@@ -532,6 +547,9 @@ func (UnimplementedResourceManagerServer) FinishDomainProof(context.Context, *Fi
 }
 func (UnimplementedResourceManagerServer) CheckDomainProof(context.Context, *CheckDomainProofRequest) (*CheckDomainProofResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CheckDomainProof not implemented")
+}
+func (UnimplementedResourceManagerServer) CheckSession(context.Context, *CheckSessionRequest) (*CheckSessionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CheckSession not implemented")
 }
 func (UnimplementedResourceManagerServer) ReadRecords(context.Context, *ReadRecordsRequest) (*ReadRecordsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ReadRecords not implemented")
@@ -860,6 +878,24 @@ func _ResourceManager_CheckDomainProof_Handler(srv interface{}, ctx context.Cont
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ResourceManager_CheckSession_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CheckSessionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResourceManagerServer).CheckSession(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResourceManager_CheckSession_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResourceManagerServer).CheckSession(ctx, req.(*CheckSessionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ResourceManager_ReadRecords_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ReadRecordsRequest)
 	if err := dec(in); err != nil {
@@ -1128,6 +1164,10 @@ var ResourceManager_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CheckDomainProof",
 			Handler:    _ResourceManager_CheckDomainProof_Handler,
+		},
+		{
+			MethodName: "CheckSession",
+			Handler:    _ResourceManager_CheckSession_Handler,
 		},
 		{
 			MethodName: "ReadRecords",

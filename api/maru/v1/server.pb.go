@@ -189,7 +189,10 @@ type OpenRequest struct {
 	PreviousServerEpoch uint64 `protobuf:"varint,21,opt,name=previous_server_epoch,json=previousServerEpoch,proto3" json:"previous_server_epoch,omitempty"`
 	PreviousEpoch       uint32 `protobuf:"varint,22,opt,name=previous_epoch,json=previousEpoch,proto3" json:"previous_epoch,omitempty"`
 	// A view may be asked for in every region that this session maps.
-	Views         bool `protobuf:"varint,23,opt,name=views,proto3" json:"views,omitempty"`
+	Views bool `protobuf:"varint,23,opt,name=views,proto3" json:"views,omitempty"`
+	// After a server restart, in place of that process: what the session showed the
+	// resource manager with its holds (rfcs/0009). The server asks it.
+	SessionSecret []byte `protobuf:"bytes,24,opt,name=session_secret,json=sessionSecret,proto3" json:"session_secret,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -383,6 +386,13 @@ func (x *OpenRequest) GetViews() bool {
 		return x.Views
 	}
 	return false
+}
+
+func (x *OpenRequest) GetSessionSecret() []byte {
+	if x != nil {
+		return x.SessionSecret
+	}
+	return nil
 }
 
 type Limits struct {
@@ -2954,7 +2964,7 @@ const file_maru_v1_server_proto_rawDesc = "" +
 	"\fserver_epoch\x18\x04 \x01(\x04R\vserverEpoch\x12'\n" +
 	"\x0fprogram_version\x18\x05 \x01(\tR\x0eprogramVersion\x12\x1a\n" +
 	"\bdegraded\x18\x06 \x01(\bR\bdegraded\x12\x16\n" +
-	"\x06reason\x18\a \x01(\tR\x06reason\"\xa8\x06\n" +
+	"\x06reason\x18\a \x01(\tR\x06reason\"\xd4\x06\n" +
 	"\vOpenRequest\x122\n" +
 	"\aversion\x18\x01 \x01(\v2\x18.maru.v1.ProtocolVersionR\aversion\x12\"\n" +
 	"\fcapabilities\x18\x02 \x03(\tR\fcapabilities\x12\x1d\n" +
@@ -2986,7 +2996,8 @@ const file_maru_v1_server_proto_rawDesc = "" +
 	"\x0fprogram_version\x18\x14 \x01(\tR\x0eprogramVersion\x122\n" +
 	"\x15previous_server_epoch\x18\x15 \x01(\x04R\x13previousServerEpoch\x12%\n" +
 	"\x0eprevious_epoch\x18\x16 \x01(\rR\rpreviousEpoch\x12\x14\n" +
-	"\x05views\x18\x17 \x01(\bR\x05views\"\xd1\x02\n" +
+	"\x05views\x18\x17 \x01(\bR\x05views\x12*\n" +
+	"\x0esession_secret\x18\x18 \x01(\fB\x03\x80\x01\x01R\rsessionSecret\"\xd1\x02\n" +
 	"\x06Limits\x12$\n" +
 	"\x0emax_batch_keys\x18\x01 \x01(\rR\fmaxBatchKeys\x12*\n" +
 	"\x11max_expanded_keys\x18\x02 \x01(\rR\x0fmaxExpandedKeys\x12&\n" +

@@ -392,6 +392,12 @@ func (s *session) knows(secret []byte) bool {
 	return subtle.ConstantTimeCompare(s.row.Nonce[:], want[:]) == 1
 }
 
+// KnowsSession reports whether a secret is that of a session on record.
+func (c *Core) KnowsSession(id base.SessionID, secret []byte) bool {
+	s, ok := c.sessions[id]
+	return ok && s.knows(secret)
+}
+
 // Unwatched says that the end of a process on record cannot be proved any more, and why.
 // It is not durable: a restart looks again.
 func (c *Core) Unwatched(p ProcessID, reason string) {
