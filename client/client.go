@@ -425,7 +425,8 @@ func (c *Client) Close(ctx context.Context) error {
 
 // awaitOpen returns the link. When the server has ended the epoch (it was started again),
 // the session is being opened anew: that is waited for, because a server that has not
-// heard of a session's end keeps its regions until the process is gone.
+// heard of a session's end keeps its regions until the process is gone. A heartbeat says
+// whether it has.
 func (c *Client) awaitOpen(ctx context.Context) *link {
 	if c.link.Load() == nil {
 		return nil // never opened: nobody has to hear
@@ -434,8 +435,18 @@ func (c *Client) awaitOpen(ctx context.Context) *link {
 	defer cancel()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
+	var heard *link // has answered since Close began: its epoch is not over
 	for {
-		if l := c.current(); l != nil && !l.over.Load() {
+		l := c.current()
+		if l != nil && !l.over.Load() && l != heard && !l.hung.Load() {
+			if err := c.heartbeat(ctx, l, c.heartbeatEvery(l)); epochOver(err) {
+				c.lose(l)
+			} else {
+				heard = l
+			}
+			continue
+		}
+		if l != nil && !l.over.Load() {
 			return l
 		}
 		select {

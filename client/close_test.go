@@ -3,6 +3,7 @@ package client
 import (
 	"bytes"
 	"testing"
+	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/hot"
@@ -167,4 +168,27 @@ func waitJob(t *testing.T, c *Client, j JobID, n int, wants ...base.Code) {
 	if _, err := c.JobResult(j, codes); base.CodeOf(err) != base.CodeNotFound {
 		t.Fatal("a result was given twice")
 	}
+}
+
+// A server that was started again a moment ago has not heard of the session: Close asks
+// before it says goodbye, and comes back as itself to say it.
+func TestRealCloseAfterRestart(t *testing.T) {
+	l := startLab(t, 64<<20)
+	l.stop()
+	l.cfg.Heartbeat = 2 * time.Second // nothing notices by itself
+	l.start()
+	l.cfg.Port, l.cfg.HotPort = portOf(t, l.srv.ControlAddress()), portOf(t, l.srv.HotAddress())
+	c := open(t, l.config())
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	l.stop()
+	l.start()
+	if err := c.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := l.holds(c.Session()); n != 0 {
+		t.Errorf("%d holds are left", n)
+	}
+	// Its object stays, in a region that is kept: the server knows that its writer has gone.
+	other := open(t, l.config())
+	eventually(t, "a load", func() bool { return loadOne(t, other, 1, make([]byte, 1000)) == base.CodeOK })
 }

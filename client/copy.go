@@ -283,6 +283,7 @@ type loadTask struct {
 	size   uint64
 	layout *layout
 	code   base.Code
+	unsure bool // no root is over its bytes, from memory that others write
 	// Of a device layout: what part has prepared for loadOnDevice.
 	prepared loadPart
 	waits    bool

@@ -362,6 +362,9 @@ func (c *Client) commitChunk(ctx context.Context, l *link, b *commitBatch, items
 // mark writes the marks of pages that are READY, under their regions' page locks, with
 // one fence a region.
 func (c *Client) mark(refs []session.PageRef, l *link) {
+	if now := c.current(); now != nil {
+		l = now // opened again since: the page was not READY when that epoch looked for unmarked ones
+	}
 	for first := 0; first < len(refs); {
 		n := first + 1
 		for n < len(refs) && refs[n].Region == refs[first].Region {

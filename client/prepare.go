@@ -84,7 +84,7 @@ func (c *Client) prepare(ctx context.Context) error {
 		c.mu.Unlock()
 		return nil
 	}
-	added, err := c.prepareMemory(ctx, l)
+	added, err := c.prepareMemory(ctx)
 	for _, m := range added {
 		c.announce(m)
 	}
@@ -98,9 +98,13 @@ func (c *Client) prepare(ctx context.Context) error {
 	return err
 }
 
-func (c *Client) prepareMemory(ctx context.Context, l *link) (added []*mapped, first error) {
+func (c *Client) prepareMemory(ctx context.Context) (added []*mapped, first error) {
 	c.growMu.Lock()
 	defer c.growMu.Unlock()
+	l := c.current() // under the lock: whoever had it may have waited for the next epoch
+	if l == nil {
+		return nil, fmt.Errorf("%w: no session is open", base.ErrUnavailable)
+	}
 	c.mu.Lock()
 	c.mu.unprepared = false
 	if c.mu.unproved {

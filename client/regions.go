@@ -158,7 +158,7 @@ func (c *Client) ensureMapped(ctx context.Context, l *link, ids []base.RegionID)
 	defer c.mapMu.Unlock()
 	req := &maruv1.DescribeRegionsRequest{}
 	for _, id := range missing {
-		if c.region(id) == nil {
+		if c.mappable(id) {
 			req.RegionIds = append(req.RegionIds, uint32(id))
 		}
 	}
@@ -166,6 +166,17 @@ func (c *Client) ensureMapped(ctx context.Context, l *link, ids []base.RegionID)
 		req.RegionIds = ids
 		c.describeAndMap(ctx, l, req)
 	}
+}
+
+// mappable reports whether a region is neither mapped nor on its way out. One that could
+// not be unmapped stays on its way: its hold is kept, and another one would end it.
+func (c *Client) mappable(id base.RegionID) bool {
+	if c.region(id) != nil {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return !c.mu.core.Going(id)
 }
 
 // describeAndMap is called under mapMu.
@@ -184,7 +195,7 @@ func (c *Client) describeAndMap(ctx context.Context, l *link, req *maruv1.Descri
 		case r.GetProblem().GetCode() != 0:
 			c.unreachable(ctx, l, r.GetPoolNumber(), base.RegionID(r.GetHandle().GetRegionId()),
 				base.Errorf(base.Code(r.GetProblem().GetCode()), r.GetProblem().GetText()))
-		case c.region(base.RegionID(r.GetHandle().GetRegionId())) == nil:
+		case c.mappable(base.RegionID(r.GetHandle().GetRegionId())):
 			found = append(found, r)
 		}
 	}
@@ -414,6 +425,10 @@ func (c *Client) finishGrowth(l *link) {
 		return
 	}
 	c.growMu.Lock()
+	if c.current() != l {
+		c.growMu.Unlock()
+		return // what is lost now was asked of another server; its link finishes it
+	}
 	lost := c.lostExpand[base.MediumCXL]
 	var m *mapped
 	switch {

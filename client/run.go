@@ -68,7 +68,7 @@ func (c *Client) run() {
 			timer.Reset(0)
 			continue
 		}
-		if err := c.heartbeat(l, beat); err != nil {
+		if err := c.heartbeat(l.ctx, l, beat); err != nil {
 			switch {
 			case c.ctx.Err() != nil:
 				return
@@ -98,7 +98,7 @@ func (c *Client) heartbeatEvery(l *link) time.Duration {
 }
 
 // heartbeat sends one, and takes what its answer brings.
-func (c *Client) heartbeat(l *link, beat time.Duration) error {
+func (c *Client) heartbeat(ctx context.Context, l *link, beat time.Duration) error {
 	req := &maruv1.HeartbeatRequest{}
 	c.mu.Lock()
 	core := c.mu.core
@@ -113,7 +113,7 @@ func (c *Client) heartbeat(l *link, beat time.Duration) error {
 		})
 	}
 	c.mu.Unlock()
-	ctx, cancel := context.WithTimeout(l.authorize(l.ctx), max(beat, c.cfg.RPCTimeout))
+	ctx, cancel := context.WithTimeout(l.authorize(ctx), max(beat, c.cfg.RPCTimeout))
 	defer cancel()
 	sent := c.clock()
 	resp, err := l.api.Heartbeat(ctx, req)

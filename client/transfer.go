@@ -313,7 +313,10 @@ func (c *Client) loadLeased(ctx context.Context, s *loadWork, a *after) {
 	now := c.clock()
 	confirm := false
 	for i := range s.tasks {
-		confirm = confirm || s.tasks[i].code == base.CodeCorrupt || s.tasks[i].code == base.CodeOK && c.needsConfirm(l, s, i)
+		t := &s.tasks[i]
+		// Now: with the lease goes the region.
+		t.unsure = t.code == base.CodeOK && c.needsConfirm(l, s, i)
+		confirm = confirm || t.unsure || t.code == base.CodeCorrupt
 	}
 	c.mu.Lock()
 	valid := c.mu.core.Valid(now) && c.mu.core.Epoch() == s.batch.Epoch && c.mu.core.ServerEpoch() == s.batch.ServerEpoch
@@ -330,7 +333,7 @@ func (c *Client) loadLeased(ctx context.Context, s *loadWork, a *after) {
 		t := &s.tasks[i]
 		confirmed := i < len(held) && held[i] == 1
 		switch {
-		case t.code == base.CodeOK && !valid, t.code == base.CodeOK && c.needsConfirm(l, s, i) && !confirmed:
+		case t.code == base.CodeOK && !valid, t.code == base.CodeOK && t.unsure && !confirmed:
 			c.count.missesExpired.Add(1)
 			t.code = base.CodeMiss
 		case t.code == base.CodeCorrupt && !confirmed:

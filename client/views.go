@@ -113,7 +113,10 @@ func (c *Client) acquireOnce(ctx context.Context, l *link, a *acquired, kind bas
 		return err
 	}
 	for i := range a.rows {
-		if id := a.rows[i].Region; a.rows[i].Verdict.Status() == hot.Hit && c.region(id) == nil {
+		if i >= len(a.batch.Rows) || a.batch.Rows[i].Region == 0 {
+			continue // no lease: a miss, or its region is on its way out
+		}
+		if id := a.rows[i].Region; c.region(id) == nil {
 			known := false
 			for _, have := range a.ids {
 				known = known || have == id

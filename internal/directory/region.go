@@ -483,7 +483,8 @@ func (d *Directory) retryRegions(now time.Duration) time.Duration {
 // GiveBackVictim starts giving back the kept region of a pool that was read
 // longest ago, whole, and returns its id; poolNumber 0 takes any shared pool. While
 // one is on its way it returns that one: they go one at a time (MS-10). Regions
-// with views or of left sessions are no victims; those kept by leases or request
+// with views (also those that rule "Server restart" may still bring) or of left sessions
+// are no victims; those kept by leases or request
 // leases come last. It returns false when there is none.
 func (d *Directory) GiveBackVictim(now time.Duration, poolNumber uint32) (PageRef, bool) {
 	d.expireDue(now)
@@ -497,7 +498,7 @@ func (d *Directory) GiveBackVictim(now time.Duration, poolNumber uint32) (PageRe
 	}
 	var best *region
 	for _, g := range d.regions {
-		if g == nil || g.state != regionKept || g.writer != nil || g.views > 0 || (poolNumber != 0 && g.pool.number != poolNumber) {
+		if g == nil || g.state != regionKept || g.writer != nil || g.views > 0 || (g.recovered != nil && !g.recovered.done) || (poolNumber != 0 && g.pool.number != poolNumber) {
 			continue
 		}
 		if best == nil || victimBefore(g, best) {
@@ -543,7 +544,7 @@ func (d *Directory) keep(now time.Duration, g *region, wasHidden bool) {
 			}
 		}
 	}
-	if wasHidden {
+	if wasHidden && !g.unlisted() { // that one goes back: it takes no key from another
 		d.resolveClaims(now, g)
 	}
 	// Those whose mark was cleared before wait only for leases.

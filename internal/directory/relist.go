@@ -383,18 +383,18 @@ func (d *Directory) Relist(now time.Duration, who Caller, req *hot.RelistRequest
 // checkRelist makes sure that a frame fits whole.
 func (d *Directory) checkRelist(s *session, req *hot.RelistRequest) error {
 	lim := &d.cfg.Limits
-	leases := req.Leases.Len()
+	leases, pages := d.unlistedRows(s, req)
 	if s.leases+leases > lim.MaxLeases {
 		return limitErr("max-leases", lim.MaxLeases, fmt.Sprintf("relist: the session has %d leases and lists %d more", s.leases, leases))
 	}
-	need := u64(req.Pages.Len() + leases)
+	need := u64(pages + leases)
 	if d.store.objectCount+need > lim.MaxObjects {
 		return limitErr("max-objects", lim.MaxObjects, "relist: the directory is full of objects")
 	}
 	if d.store.extraCount+need > lim.MaxExtraReplicas {
 		return limitErr("max-extra-replicas", lim.MaxExtraReplicas, "relist: the directory is full of further replicas")
 	}
-	for i := range leases {
+	for i := range req.Leases.Len() {
 		l := req.Leases.At(i)
 		if l.Acquire == 0 || l.Index >= hot.MaxKeys || (l.Kind != base.LeaseCopy && l.Kind != base.LeaseView) || (l.Kind == base.LeaseView && !s.views) {
 			return fmt.Errorf("%w: relist: lease %d of operation %d, kind %v", base.ErrInvalid, l.Index, l.Acquire, l.Kind)
@@ -404,6 +404,29 @@ func (d *Directory) checkRelist(s *session, req *hot.RelistRequest) error {
 		}
 	}
 	return nil
+}
+
+// unlistedRows counts what a frame would add: a list that is sent again, whole, adds
+// nothing, however full the session's books are.
+func (d *Directory) unlistedRows(s *session, req *hot.RelistRequest) (leases, pages int) {
+	for i := range req.Leases.Len() {
+		l := req.Leases.At(i)
+		rec := s.record(l.Acquire)
+		if rec == nil || uint64(len(rec.rows)) <= uint64(l.Index) || rec.rows[l.Index] < firstObject {
+			leases++
+		}
+	}
+	for i := range req.Pages.Len() {
+		p := req.Pages.At(i)
+		g := d.regionOf(p.Pool, p.Region)
+		if g != nil && !g.private() && g.writer == s {
+			if page, ok := g.pageAt(p.Offset); ok && g.pages[page] != 0 && d.store.replica(g.pages[page]).has(flagRestartHeld) {
+				continue
+			}
+		}
+		pages++
+	}
+	return leases, pages
 }
 
 func (d *Directory) relistPage(now time.Duration, s *session, p *hot.RelistPage, open bool) (hot.RelistResult, error) {
@@ -424,6 +447,9 @@ func (d *Directory) relistPage(now time.Duration, s *session, p *hot.RelistPage,
 		r := d.store.replica(ref)
 		if r.has(flagRestartHeld) {
 			if r.generation != p.Generation {
+				if !open {
+					return hot.RelistKept, nil
+				}
 				return hot.RelistRefused, nil
 			}
 			if r.state() == replicaReady && p.State != hot.RelistReady {
@@ -432,16 +458,16 @@ func (d *Directory) relistPage(now time.Duration, s *session, p *hot.RelistPage,
 			return relistResultOf(r), nil
 		}
 		if !open {
-			return hot.RelistRefused, nil
+			return hot.RelistKept, nil // it came back since, and is another use of the page
 		}
 		// Leases named the page first: it stays theirs, and is the writer's too, under its
-		// key, so that a delete finds it. Of two generations the writer knows the current one.
+		// key, so that a delete finds it. Of two generations the writer's is the current one.
 		if err := d.store.adopt(ref, uint32(g.ns.number), &p.Key, &p.Parent); err != nil {
 			return 0, err
 		}
 		r = d.store.replica(ref)
 		same := r.generation == p.Generation
-		r.generation = max(r.generation, p.Generation)
+		r.generation = p.Generation
 		r.checksum, r.order = p.Checksum, p.Order
 		d.account(g, r, -1)
 		r.lengthState = r.lengthState&0xff | p.Length<<8
@@ -452,7 +478,8 @@ func (d *Directory) relistPage(now time.Duration, s *session, p *hot.RelistPage,
 		return d.relistState(now, g, ref, p, same), nil
 	}
 	if !open {
-		return hot.RelistRefused, nil
+		// Judged when its list was open, and free since: the writer is about to hear it.
+		return hot.RelistKept, nil
 	}
 	// An uncertain page is never published here, but what is known of it may be deleted.
 	w := keyWords(p.Key[:])

@@ -182,7 +182,10 @@ func (m *rsModel) list(t *rapid.T, n byte) {
 	for range rapid.IntRange(1, 2).Draw(t, "frames") {
 		for i, res := range m.rig.relist(who, l) {
 			at := [2]uint64{uint64(l.pages[i].Region), l.pages[i].Offset / testPage}
-			if delete(m.kept, at); res == hot.RelistKept {
+			switch {
+			case res != hot.RelistKept:
+				delete(m.kept, at)
+			case !m.listed[n]: // a repeated frame of a whole list only leaves its pages as they are
 				m.kept[at] = l.pages[i].Key
 			}
 		}

@@ -217,6 +217,12 @@ func (c *Core) Mapped(id base.RegionID) bool {
 	return r != nil && r.mapped && r.mode != going
 }
 
+// Going reports whether a region is handed to the shell to unmap.
+func (c *Core) Going(id base.RegionID) bool {
+	r := c.regions[id]
+	return r != nil && r.mode == going
+}
+
 // OwnRegions appends the ids of own regions that serve, oldest first.
 func (c *Core) OwnRegions(dst []base.RegionID) []base.RegionID {
 	for _, r := range c.own {
