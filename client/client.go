@@ -42,6 +42,7 @@ type Client struct {
 	node      node.Identity
 	namespace base.NamespaceID
 	conn      *grpc.ClientConn // control, to the configured address
+	door      door
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
@@ -225,7 +226,7 @@ func (c *Client) start(ctx context.Context) (err error) {
 	if err := c.transfers.start(c); err != nil {
 		return err
 	}
-	c.conn, err = rpc.NewClient(c.cfg.ServerAddress, rpc.Retry{ConnectTimeout: c.cfg.ConnectTimeout})
+	c.conn, err = rpc.NewClient(c.cfg.ServerAddress, rpc.Retry{ConnectTimeout: c.cfg.ConnectTimeout}, grpc.WithContextDialer(c.door.dial(c.cfg.ServerAddress)))
 	if err != nil {
 		return err
 	}

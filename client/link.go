@@ -176,6 +176,9 @@ func (c *Client) tryOpen(ctx context.Context) error {
 	if resp == nil {
 		sent = c.clock()
 		if resp, err = maruv1.NewMetadataServerClient(c.conn).Open(ctx, req); err != nil {
+			if errors.Is(err, base.ErrFenced) {
+				c.door.leave()
+			}
 			return err
 		}
 	}
