@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -68,9 +69,10 @@ func (d *deviceClient) load(n int, blocks ...uint32) base.Code {
 // goes; what changes on its way to the page is found by the next reader.
 func TestDeviceWrongBytes(t *testing.T) {
 	f, gpu := startFake(t), fakegpu.New()
-	var hit engine.Direction = 9
+	var hit atomic.Uint32 // the engine measures in the background, and asks too
+	hit.Store(9)
 	gpu.Faults.Moved = func(d engine.Direction, stage []byte) {
-		if d == hit {
+		if uint32(d) == hit.Load() {
 			stage[5] ^= 1
 		}
 	}
@@ -78,11 +80,11 @@ func TestDeviceWrongBytes(t *testing.T) {
 	registered(t, d.Client)
 	want(t, "store", d.store(1, 3, 4), base.CodeOK)
 	want(t, "load", d.load(1, 8, 9), base.CodeOK)
-	hit = engine.Load
+	hit.Store(uint32(engine.Load))
 	want(t, "load of changed bytes", d.load(1, 8, 9), base.CodeCorrupt)
-	hit = engine.Save
+	hit.Store(uint32(engine.Save))
 	want(t, "store", d.store(2, 3, 4), base.CodeOK)
-	hit = 9
+	hit.Store(9)
 	want(t, "load of what was changed in the store", d.load(2, 8, 9), base.CodeCorrupt)
 	if s := d.Stats(); s.Corrupt != 2 {
 		t.Errorf("%d corrupt", s.Corrupt)
