@@ -38,7 +38,8 @@ type Faults struct {
 	Wait func() error
 	// Delay is what each launch takes.
 	Delay time.Duration
-	// Cost is what a launch takes beside that; nil: nothing.
+	// Cost is what a launch takes by the device's clock (Clock); nil: a microsecond. It is
+	// counted, not slept.
 	Cost func(a *engine.Launch) time.Duration
 }
 
@@ -46,6 +47,7 @@ type Faults struct {
 type Device struct {
 	Faults Faults
 
+	spent    atomic.Int64 // nanoseconds by the device's clock
 	opens    atomic.Int64
 	launches atomic.Int64
 	lost     atomic.Bool
@@ -82,6 +84,9 @@ func New() *Device {
 	d.mu.events = map[engine.Event]chan struct{}{}
 	return d
 }
+
+// Clock is the sum of what launches have cost (engine.Clocked).
+func (d *Device) Clock() time.Duration { return time.Duration(d.spent.Load()) }
 
 // Alloc returns device memory, which tests read and write as it is.
 func (d *Device) Alloc(n int) []byte {
@@ -341,11 +346,12 @@ func (l *lane) Launch(i int, a *engine.Launch) (bool, error) {
 		if gate != nil {
 			<-gate
 		}
-		delay := l.d.Faults.Delay
+		time.Sleep(l.d.Faults.Delay)
+		cost := time.Microsecond
 		if l.d.Faults.Cost != nil {
-			delay += l.d.Faults.Cost(&launch)
+			cost += l.d.Faults.Cost(&launch)
 		}
-		time.Sleep(delay)
+		l.d.spent.Add(int64(cost))
 		if l.d.lost.Load() {
 			return
 		}
