@@ -57,8 +57,10 @@ sim() {
   # A simulated run has one goroutine, so that the race detector only slows it: the Go
   # tests play 500 seeds with it (20 with -short), this plays 20 000 (400) without, as
   # many at once as there are processors, and looks for every planted error.
+  # Seven minutes of one processor: the limit ends what hangs, also beside other steps on a
+  # machine of half the speed.
   # shellcheck disable=SC2086 # flags, split on purpose
-  step "simulator" go test -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} ./internal/sim
+  step "simulator" go test -tags invariants ${SHORT--short} ${GO_TEST_FLAGS:-} -timeout 30m ./internal/sim
 }
 
 python_tests() {
