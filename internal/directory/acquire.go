@@ -31,8 +31,8 @@ const rowReleased uint32 = 15
 //
 // Errors, with nothing leased: base.ErrStale; base.ErrMismatch for another
 // namespace; base.ErrLimit when the batch would pass the session's lease limit
-// (RPC-23) or the ledger is full; base.ErrAborted when the operation was released
-// before it was seen, or since; base.ErrDenied for a scheduler, or for a view in a
+// (RPC-23) or the ledger is full; base.ErrAborted when the operation was refused, or
+// released before it was seen, or since; base.ErrDenied for a scheduler, or for a view in a
 // session opened without views; base.ErrInvalid.
 func (d *Directory) Acquire(now time.Duration, who Caller, req *hot.AcquireRequest, dst []byte) ([]byte, uint32, error) {
 	s, err := d.begin(now, who)
@@ -43,19 +43,21 @@ func (d *Directory) Acquire(now time.Duration, who Caller, req *hot.AcquireReque
 	if op := s.operation(req.Sequence); op != nil {
 		switch {
 		case op.kind == opTombstone || (op.kind == opAcquire && op.record == nil):
-			return dst, 0, fmt.Errorf("%w: acquire: operation %d was released", base.ErrAborted, req.Sequence)
+			return dst, 0, fmt.Errorf("%w: acquire: operation %d was refused or released", base.ErrAborted, req.Sequence)
 		case op.kind != opAcquire:
 			return dst, 0, fmt.Errorf("%w: operation %d was used for another call", base.ErrInvalid, req.Sequence)
 		}
 		return d.repeatAcquire(dst, op.record)
 	}
 	if err := d.checkAcquire(s, req); err != nil {
+		d.refused(s, req.Sequence)
 		return dst, 0, err
 	}
 	rec := &leaseRecord{seq: req.Sequence, kind: req.Kind, rows: d.rowBuffer()}
 	wanted := d.selectRows(now, s, req, rec)
 	if s.leases+wanted > d.cfg.Limits.MaxLeases {
 		d.recycleRows(rec)
+		d.refused(s, req.Sequence)
 		return dst, 0, limitErr("max-leases", d.cfg.Limits.MaxLeases, fmt.Sprintf("acquire: the session has %d leases and asks for %d more", s.leases, wanted))
 	}
 	dst = slices.Grow(dst, len(rec.rows)*hot.AcquireRowBytes)
@@ -76,6 +78,14 @@ func (d *Directory) Acquire(now time.Duration, who Caller, req *hot.AcquireReque
 	// that the client gave up, must not lease what nobody would release.
 	s.addOperation(&operation{seq: req.Sequence, kind: opAcquire, rows: len(rec.rows), epoch: s.epoch, session: s, record: rec})
 	return dst, rec.manifests, nil
+}
+
+// refused remembers a refusal where the ledger has room: the client counts nothing as
+// leased, and the same frame, late, must not lease what nobody would release.
+func (d *Directory) refused(s *session, seq base.Sequence) {
+	if d.admitOperation(s, seq, 0) == nil {
+		s.addOperation(&operation{seq: seq, kind: opTombstone, epoch: s.epoch, session: s})
+	}
 }
 
 // leaseRun leases the rows from first on that lie in one region, appends their

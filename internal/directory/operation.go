@@ -16,7 +16,7 @@ const (
 	opExpand
 	opReturn
 	opDelete
-	opTombstone // closed by Resolve or Release before it was seen: it changes nothing
+	opTombstone // refused, or closed by Resolve or Release before it was seen: it changes nothing
 )
 
 // operation is one entry of a session's ledger. It stays until the session's

@@ -268,8 +268,17 @@ func TestLeaseLimit(t *testing.T) {
 		t.Fatalf("%v, %d rows, %d leases", err, len(rows), r.d.sessions[w.Session].leases)
 	}
 	// Misses take no lease.
-	if _, _, err := r.acquireSeq(w, r.seq, base.LeaseCopy, hot.ModeEach, []int{1, 1}, testKey(1), testKey(77)); err != nil {
+	refused := r.seq
+	if _, _, err := r.acquireSeq(w, r.next(), base.LeaseCopy, hot.ModeEach, []int{1, 1}, testKey(1), testKey(77)); err != nil {
 		t.Fatal(err)
+	}
+	r.check()
+	// The refused frame again, late: its client counts no lease, and would give none back.
+	r.d.cfg.Limits.MaxLeases = 100
+	_, _, err = r.acquireSeq(w, refused, base.LeaseCopy, hot.ModeEach, []int{1, 1}, testKey(1), testKey(2))
+	wantErr(t, err, base.ErrAborted)
+	if n := r.d.sessions[w.Session].leases; n != 3 {
+		t.Fatalf("%d leases", n)
 	}
 	r.check()
 }

@@ -84,17 +84,15 @@ func (w *world) probed(by *serverActor, key int) {
 	w.fail("R7", "key %d is a hit of a probe, and all of its replicas were retired or deleted", key)
 }
 
-// meantBy lists what a delete of a key at a server is about to hide. One that a newer
-// server has fenced, and that has not heard of it, knows nothing of what was committed
-// there.
+// meantBy lists what a delete of a key at a server is about to hide: of private pools what
+// was committed to this very server, since no other one ever knows them, and of shared ones
+// everything. A server that a newer one has fenced, and that has not heard of it, knows
+// nothing of what was committed there.
 func (w *world) meantBy(by *serverActor, key base.Key) []*stored {
-	list := w.truth.byKey[w.numberOf(key)]
-	if by.incarnation >= w.newest {
-		return list[:len(list):len(list)]
-	}
 	var out []*stored
-	for _, s := range list {
-		if s.region < base.FirstPrivateRegion && s.order.Owner() <= by.incarnation || s.server == by.epoch {
+	for _, s := range w.truth.byKey[w.numberOf(key)] {
+		private := s.region >= base.FirstPrivateRegion
+		if private && s.server == by.epoch || !private && (by.incarnation >= w.newest || s.order.Owner() <= by.incarnation || s.server == by.epoch) {
 			out = append(out, s)
 		}
 	}

@@ -203,6 +203,7 @@ func (s *serverActor) freeAtManager(id base.RegionID, inc base.Incarnation, done
 	}
 	s.draining[id] = w.now
 	delete(w.acked, id) // from here on it may be free
+	w.freed[id] = true
 	call(w, s.process, w.manager.process, fmt.Sprintf("Free %d", id), mayRepeat, w.manager.free(s.claim(s.incarnation), s.handle(id, inc)),
 		func(draining bool, err error, _ fate) {
 			if err == nil && !draining || errors.Is(err, base.ErrNotFound) {

@@ -87,7 +87,11 @@ func (s *serverActor) allocate(t *directory.ExpandTicket, sent bool, done func(d
 		s.checkFenced(err)
 		switch {
 		case err == nil:
-			w.acked[out.Region.ID] = out.Region.Extent
+			// The answer can be late: the server that took the place of this one may have given
+			// the region back already. Ids are never used again.
+			if !w.freed[out.Region.ID] {
+				w.acked[out.Region.ID] = out.Region.Extent
+			}
 			w.result.Regions++
 			finish(&directory.RegionGrant{
 				PoolID: out.Region.Pool, Region: out.Region.ID, Incarnation: out.Region.Incarnation, Place: placeOf(out.Region), Write: out.Handle.Token,

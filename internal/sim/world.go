@@ -39,6 +39,7 @@ type world struct {
 	mappings  []*mapping
 	truth     truth
 	acked     map[base.RegionID]base.Extent // allocations that the RM acknowledged
+	freed     map[base.RegionID]bool        // those that a server has asked to be freed
 	extents   map[base.RegionID]regionAt    // every region that was ever given
 	dirty     dirty
 
@@ -55,7 +56,7 @@ type world struct {
 func newWorld(s *Script) *world {
 	w := &world{
 		script: s, own: newChain(s.Seed, s.Calm), faulty: true, rough: float64(s.Rough),
-		acked: map[base.RegionID]base.Extent{}, extents: map[base.RegionID]regionAt{}, lastOrders: map[base.Incarnation]base.CommitOrder{},
+		acked: map[base.RegionID]base.Extent{}, freed: map[base.RegionID]bool{}, extents: map[base.RegionID]regionAt{}, lastOrders: map[base.Incarnation]base.CommitOrder{},
 		truth: newTruth(), memory: newMemory(),
 	}
 	w.chain = w.own
