@@ -9,15 +9,13 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/fxamacker/cbor/v2"
-	"golang.org/x/sys/unix"
-
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/peer"
 	"github.com/xcena-dev/maru/internal/settings"
+	"github.com/xcena-dev/maru/internal/statedir"
 	"github.com/xcena-dev/maru/internal/store"
 	"github.com/xcena-dev/maru/internal/store/bolt"
 )
@@ -118,7 +116,7 @@ func lossCure(agent string) string {
 // ErrUnsupported (of a newer version), ErrDenied, ErrUnavailable.
 func openState(dir string, node base.NodeID, wait time.Duration) (_ *state, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, dirError("make state directory", dir, err)
+		return nil, statedir.Error("make state directory", dir, err)
 	}
 	s := &state{dir: dir}
 	defer func() {
@@ -126,7 +124,7 @@ func openState(dir string, node base.NodeID, wait time.Duration) (_ *state, err 
 			_ = s.close()
 		}
 	}()
-	if s.lock, err = lockDir(dir, wait); err != nil {
+	if s.lock, err = statedir.Lock(dir, lockFile, "another agent of this node: one is enough for all of its mappers", wait); err != nil {
 		return nil, err
 	}
 	mark, err := readMark(dir)
@@ -164,9 +162,11 @@ func openState(dir string, node base.NodeID, wait time.Duration) (_ *state, err 
 		return nil, fmt.Errorf("%s: %w: %s", path, err, lossCure(s.agent.String()))
 	}
 	if mark == "" {
-		err = writeFile(dir, markFile, markText+s.agent.String()+"\n")
+		if err := statedir.Replace(dir, markFile, []byte(markText+s.agent.String()+"\n")); err != nil {
+			return nil, statedir.Error("write", filepath.Join(dir, markFile), err)
+		}
 	}
-	return s, err
+	return s, nil
 }
 
 // row takes one row of the store. Errors: ErrCorrupt, ErrUnsupported.
@@ -209,8 +209,8 @@ func (s *state) close() error {
 // which fits the secret, comes last.
 func setUp(dir, path string, node base.NodeID) error {
 	secret := base.NewOwnerSecret()
-	if err := writeFile(dir, secretFile, secret.EncodeHex()+"\n"); err != nil {
-		return err
+	if err := statedir.Replace(dir, secretFile, []byte(secret.EncodeHex()+"\n")); err != nil {
+		return statedir.Error("write", filepath.Join(dir, secretFile), err)
 	}
 	return bolt.Create(path, bolt.Identity{Kind: storeKind, ID: base.NewID(), Attributes: map[string]string{
 		attributeNode: node.String(), attributeSecret: secretCheck(secret), attributeRows: rowsVersion,
@@ -243,38 +243,6 @@ func readSecret(dir, check string, agent base.AgentID) (base.OwnerSecret, error)
 	return secret, nil
 }
 
-func dirError(operation, path string, err error) error {
-	switch {
-	case base.CodeOf(err) != base.CodeInternal:
-		return err
-	case errors.Is(err, fs.ErrPermission):
-		return fmt.Errorf("%w: %s %s: %w: run as the user that owns it, or give another --state-dir", base.ErrDenied, operation, path, err)
-	}
-	return fmt.Errorf("%w: %s %s: %w: give a --state-dir that can be written", base.ErrUnavailable, operation, path, err)
-}
-
-// lockDir keeps a second agent, also in this process, out.
-func lockDir(dir string, wait time.Duration) (*os.File, error) {
-	path := filepath.Join(dir, lockFile)
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return nil, dirError("open", path, err)
-	}
-	for deadline := time.Now().Add(wait); ; time.Sleep(10 * time.Millisecond) {
-		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return f, nil
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) || time.Now().After(deadline) {
-			_ = f.Close()
-			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, fmt.Errorf("%w: state directory %s is in use by another agent of this node: one is enough for all of its mappers", base.ErrBusy, dir)
-			}
-			return nil, dirError("lock", path, err)
-		}
-	}
-}
-
 func readMark(dir string) (string, error) {
 	path := filepath.Join(dir, markFile)
 	b, err := os.ReadFile(path)
@@ -282,39 +250,11 @@ func readMark(dir string) (string, error) {
 		return "", nil
 	}
 	if err != nil {
-		return "", dirError("read", path, err)
+		return "", statedir.Error("read", path, err)
 	}
 	id, ok := strings.CutPrefix(strings.TrimSpace(string(b)), markText)
 	if _, err := base.ParseID(id); !ok || err != nil {
 		return "", fmt.Errorf("%w: %s does not say which agent this directory has: %.80q", base.ErrCorrupt, path, b)
 	}
 	return id, nil
-}
-
-// writeFile writes a small file of mode 0600 whole and durably.
-func writeFile(dir, name, text string) error {
-	path := filepath.Join(dir, name)
-	aside := path + ".new"
-	f, err := os.OpenFile(aside, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|syscall.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return dirError("write", path, err)
-	}
-	_, err = f.WriteString(text)
-	if err == nil {
-		err = f.Sync()
-	}
-	if closeErr := f.Close(); err == nil {
-		err = closeErr
-	}
-	if err == nil {
-		err = os.Rename(aside, path)
-	}
-	if err == nil {
-		err = bolt.SyncDir(dir)
-	}
-	if err != nil {
-		_ = os.Remove(aside)
-		return dirError("write", path, err)
-	}
-	return nil
 }

@@ -58,6 +58,7 @@ var layers = map[string]layer{
 	"internal/media":           shells,
 	"internal/node":            shells,
 	"internal/obs":             shells,
+	"internal/statedir":        shells,
 	"internal/peer":            shells,
 	"internal/rpc":             shells,
 	"internal/settings":        shells,

@@ -10,13 +10,13 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/rm/core"
+	"github.com/xcena-dev/maru/internal/statedir"
 	"github.com/xcena-dev/maru/internal/store/bolt"
 )
 
@@ -60,27 +60,12 @@ func DefaultStateDir() string {
 	return filepath.Join(system, "rm")
 }
 
-func dirError(operation, path string, err error) error {
-	if base.CodeOf(err) != base.CodeInternal {
-		return err
-	}
-	switch {
-	case errors.Is(err, fs.ErrPermission):
-		return fmt.Errorf("%w: %s %s: %w: run as the user that owns it, or give another --state-dir", base.ErrDenied, operation, path, err)
-	case errors.Is(err, syscall.EROFS):
-		return fmt.Errorf("%w: %s %s: %w: give a --state-dir that can be written", base.ErrUnavailable, operation, path, err)
-	case errors.Is(err, syscall.ENOSPC):
-		return fmt.Errorf("%w: %s %s: %w: make room there, or give another --state-dir", base.ErrUnavailable, operation, path, err)
-	}
-	return fmt.Errorf("%w: %s %s: %w", base.ErrUnavailable, operation, path, err)
-}
-
 // openState locks a state directory and opens what is in it; an empty one is
 // set up. Errors: ErrBusy (another resource manager has it), ErrNotFound (a part
 // is missing), ErrCorrupt, ErrForeign, ErrDenied, ErrUnavailable.
 func openState(dir string, wait time.Duration) (_ *state, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, dirError("make state directory", dir, err)
+		return nil, statedir.Error("make state directory", dir, err)
 	}
 	s := &state{dir: dir}
 	defer func() {
@@ -88,7 +73,7 @@ func openState(dir string, wait time.Duration) (_ *state, err error) {
 			_ = s.close()
 		}
 	}()
-	if s.lock, err = lockDir(dir, wait); err != nil {
+	if s.lock, err = statedir.Lock(dir, lockFile, "another resource manager or maru device: stop it, or give another --state-dir", wait); err != nil {
 		return nil, err
 	}
 	mark, err := readMark(dir)
@@ -123,8 +108,8 @@ func openState(dir string, wait time.Duration) (_ *state, err error) {
 		return nil, fmt.Errorf("%w: %s is not the secret of store %s: put the right one back, or %s", base.ErrForeign, filepath.Join(dir, secretFile), path, lossCure)
 	}
 	if mark == "" {
-		if err := writeFile(dir, markFile, markText+s.id.String()+"\n"); err != nil {
-			return nil, err
+		if err := statedir.Replace(dir, markFile, []byte(markText+s.id.String()+"\n")); err != nil {
+			return nil, statedir.Error("write", filepath.Join(dir, markFile), err)
 		}
 	}
 	return s, nil
@@ -142,28 +127,6 @@ func (s *state) close() error {
 	return err
 }
 
-// lockDir keeps a second resource manager, also in this process, out.
-func lockDir(dir string, wait time.Duration) (*os.File, error) {
-	path := filepath.Join(dir, lockFile)
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return nil, dirError("open", path, err)
-	}
-	for deadline := time.Now().Add(wait); ; time.Sleep(10 * time.Millisecond) {
-		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return f, nil
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) || time.Now().After(deadline) {
-			_ = f.Close()
-			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, fmt.Errorf("%w: state directory %s is in use by another resource manager or maru device: stop it, or give another --state-dir", base.ErrBusy, dir)
-			}
-			return nil, dirError("lock", path, err)
-		}
-	}
-}
-
 func readMark(dir string) (string, error) {
 	path := filepath.Join(dir, markFile)
 	b, err := os.ReadFile(path)
@@ -171,7 +134,7 @@ func readMark(dir string) (string, error) {
 		return "", nil
 	}
 	if err != nil {
-		return "", dirError("read", path, err)
+		return "", statedir.Error("read", path, err)
 	}
 	id, ok := strings.CutPrefix(strings.TrimSpace(string(b)), markText)
 	if _, err := base.ParseID(id); !ok || err != nil {
@@ -185,8 +148,8 @@ func readMark(dir string) (string, error) {
 func setUp(dir, path string) error {
 	var secret [core.SecretBytes]byte
 	_, _ = rand.Read(secret[:])
-	if err := writeFile(dir, secretFile, hex.EncodeToString(secret[:])+"\n"); err != nil {
-		return err
+	if err := statedir.Replace(dir, secretFile, []byte(hex.EncodeToString(secret[:])+"\n")); err != nil {
+		return statedir.Error("write", filepath.Join(dir, secretFile), err)
 	}
 	return bolt.Create(path, bolt.Identity{
 		Kind: storeKind, ID: base.NewID(), Attributes: map[string]string{attributeSecret: secretCheck(secret)},
@@ -206,14 +169,14 @@ func readSecret(dir string) (secret [core.SecretBytes]byte, err error) {
 		return secret, fmt.Errorf("%w: %s, the secret of the store beside it, is missing: %s", base.ErrNotFound, path, lossCure)
 	}
 	if err != nil {
-		return secret, dirError("read", path, err)
+		return secret, statedir.Error("read", path, err)
 	}
 	if info.Mode().Perm()&0o077 != 0 {
 		return secret, fmt.Errorf("%w: %s has mode %#o and can be read by others: chmod 0600 it", base.ErrDenied, path, info.Mode().Perm())
 	}
 	b, err := os.ReadFile(path)
 	if err != nil {
-		return secret, dirError("read", path, err)
+		return secret, statedir.Error("read", path, err)
 	}
 	raw, err := hex.DecodeString(strings.TrimSpace(string(b)))
 	if err != nil || len(raw) != len(secret) {
@@ -221,34 +184,6 @@ func readSecret(dir string) (secret [core.SecretBytes]byte, err error) {
 	}
 	copy(secret[:], raw)
 	return secret, nil
-}
-
-// writeFile writes a small file of mode 0600 whole and durably.
-func writeFile(dir, name, text string) error {
-	path := filepath.Join(dir, name)
-	aside := path + ".new"
-	f, err := os.OpenFile(aside, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return dirError("write", path, err)
-	}
-	_, err = f.WriteString(text)
-	if err == nil {
-		err = f.Sync()
-	}
-	if closeErr := f.Close(); err == nil {
-		err = closeErr
-	}
-	if err == nil {
-		err = os.Rename(aside, path)
-	}
-	if err == nil {
-		err = bolt.SyncDir(dir)
-	}
-	if err != nil {
-		_ = os.Remove(aside)
-		return dirError("write", path, err)
-	}
-	return nil
 }
 
 // loadCore builds the core from the store.

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/statedir"
 )
 
 // The state directory holds who this server is, and an exclusive lock for its
@@ -159,33 +160,8 @@ func writeState(dir string, r stateRecord) error {
 
 // replaceFile writes a file of mode 0600 whole and durably.
 func replaceFile(dir, name string, content []byte) error {
-	path := filepath.Join(dir, name)
-	tmp := path + ".new"
-	err := func() error {
-		f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|syscall.O_NOFOLLOW, 0o600)
-		if err != nil {
-			return err
-		}
-		defer func() { _ = f.Close() }()
-		if _, err := f.Write(content); err != nil {
-			return err
-		}
-		if err := f.Sync(); err != nil {
-			return err
-		}
-		if err := os.Rename(tmp, path); err != nil {
-			return err
-		}
-		d, err := os.Open(dir)
-		if err != nil {
-			return err
-		}
-		defer func() { _ = d.Close() }()
-		return d.Sync()
-	}()
-	if err != nil {
-		_ = os.Remove(tmp)
-		return stateError("writing", path, err)
+	if err := statedir.Replace(dir, name, content); err != nil {
+		return stateError("writing", filepath.Join(dir, name), err)
 	}
 	return nil
 }
