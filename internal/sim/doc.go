@@ -44,8 +44,12 @@
 //     assertions of the cores.
 //   - R7 what was retired or deleted with acknowledgement is never found again, and no
 //     mark of it is on the device, in any region that does not drain: a rebuild would
-//     read none. Of a server that was fenced and cannot hear of it only the bytes of its
-//     hits are checked.
+//     read none.
+//   - Of a server that was fenced and cannot hear of it less: the bytes of its hits and the
+//     reads that count (R2, R3), not that its keys are the newer one's (R7), that a late
+//     Commit there publishes what its page still shows (R1), or that "not found" of a
+//     delete means what the newer one has. No server is held to know another one's private
+//     pools. docs/rfcs/0010 says why.
 //   - L1 when faults stop, nothing stays retiring, quarantined, suspect or draining, no
 //     fenced server goes on, and when all have closed or died every byte is free.
 //
