@@ -36,7 +36,12 @@ class Server:
 
         self.port = free_port()
         self.log = directory / f"{name}.log"
-        env = {**os.environ, **environment(), "PYTHONPATH": str(ROOT / "python"), "VLLM_SERVER_DEV_MODE": "1"}
+        env = {
+            **os.environ,
+            **environment(),
+            "PYTHONPATH": f"{ROOT}/python/tests/engine_site:{ROOT}/python",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
         del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
         with self.log.open("wb") as out:
             self.child = subprocess.Popen(
@@ -135,10 +140,12 @@ def check_hit(server: Server, p: list[int]) -> float:
         if grown or time.monotonic() > end:
             break
         time.sleep(0.1)
-    assert grown == 5 * CHUNK
+    changed = {name: now[name] - before[name] for name in now if "maru" in name and now[name] != before[name]}
+    seen = f"{changed}\n{server.log.read_text()[-4000:]}"
+    assert grown == 5 * CHUNK, seen
     for name in ("vllm:maru_hit_tokens_total|cxl", "vllm:maru_loaded_tokens_total"):
-        assert now[name] - before[name] == grown, name
-    assert now["vllm:maru_loads_total|ok"] - before["vllm:maru_loads_total|ok"] == 1
+        assert now[name] - before[name] == grown, f"{name}: {seen}"
+    assert now["vllm:maru_loads_total|ok"] - before["vllm:maru_loads_total|ok"] == 1, seen
     return now["vllm:maru_load_bytes_total"] - before["vllm:maru_load_bytes_total"]
 
 
