@@ -31,6 +31,7 @@ python_lint() {
   (
     cd python
     "$PY_VENV/bin/ruff" check .
+    "$PY_VENV/bin/ruff" format --check --quiet .
     # The oldest Python that the wheel promises, whatever runs here. The engines
     # are not installed in this environment: what is imported from them is Any.
     "$PY_VENV/bin/mypy" --strict --ignore-missing-imports --allow-subclassing-any --no-warn-unused-ignores --python-version 3.10 maru maru_vllm

@@ -6,4 +6,7 @@ set -euo pipefail
 
 bash scripts/install.sh python
 sources '*.go' | xargs -0 -r gofmt -w
-[[ ! -d python ]] || "$PY_VENV/bin/ruff" check --fix-only --quiet python
+if [[ -d python ]]; then
+  "$PY_VENV/bin/ruff" check --fix-only --quiet python
+  "$PY_VENV/bin/ruff" format --quiet python
+fi

@@ -84,9 +84,7 @@ class Engine:
                 "prompt_tokens": len(o.prompt_token_ids or ()),
                 "cached": o.num_cached_tokens or 0,
                 "tokens": list(o.outputs[0].token_ids),
-                "logprobs": [
-                    {str(k): v.logprob for k, v in sorted(step.items())} for step in o.outputs[0].logprobs or []
-                ],
+                "logprobs": [{str(k): v.logprob for k, v in sorted(step.items())} for step in o.outputs[0].logprobs or []],
                 "finish": o.outputs[0].finish_reason,
                 "ttft": o.metrics.first_token_latency if o.metrics else 0.0,
             }

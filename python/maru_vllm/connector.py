@@ -239,9 +239,7 @@ class MaruKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
                 raise GeometryError(f"layer {name} has a list of state tensors, only attention KV is supported")
             devices.add(str(t.device))
             tensors.append(TensorShape(name, t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.element_size()))
-        layers = plan_layers(
-            tensors, self._shape.num_blocks, self._shape.page_bytes, block_first=self._shape.layout is not None
-        )
+        layers = plan_layers(tensors, self._shape.num_blocks, self._shape.page_bytes, block_first=self._shape.layout is not None)
         if len(devices) != 1:
             raise GeometryError(f"the KV tensors lie on {sorted(devices)}, allowed: all of a worker's on one device")
         if (device := devices.pop()) != "cpu":
@@ -410,4 +408,3 @@ def _configure(vllm_config: Any, kv_cache_config: Any) -> tuple[Settings, KVShap
         raise SettingsError(problems)
     assert settings is not None and shape is not None
     return settings, shape, ranks, chunk_blocks
-

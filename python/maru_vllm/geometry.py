@@ -110,9 +110,7 @@ def plan_layer(t: TensorShape, num_blocks: int, page_bytes: int, *, block_first:
     return runs
 
 
-def plan_layers(
-    tensors: Sequence[TensorShape], num_blocks: int, page_bytes: int, *, block_first: bool
-) -> list[LayerRuns]:
+def plan_layers(tensors: Sequence[TensorShape], num_blocks: int, page_bytes: int, *, block_first: bool) -> list[LayerRuns]:
     """Runs of every layer, in the order given. All layers must be cut alike (one object format)."""
     if not tensors:
         raise GeometryError("the engine has registered no KV tensors")

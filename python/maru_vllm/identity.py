@@ -82,17 +82,13 @@ def kv_shape(vllm_config: Any, kv_cache_config: Any) -> KVShape:
     """Reads the one KV cache group; Unsupported when there are more or of another kind."""
     groups = list(kv_cache_config.kv_cache_groups)
     if len(groups) != 1:
-        raise Unsupported(
-            f"{len(groups)} KV cache groups (a hybrid model): only one group of full attention is supported"
-        )
+        raise Unsupported(f"{len(groups)} KV cache groups (a hybrid model): only one group of full attention is supported")
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if ("FullAttention" not in kind and "MLA" not in kind) or "SlidingWindow" in kind:
         raise Unsupported(f"KV cache of kind {kind}: only full attention is supported")
     page = getattr(spec, "unpadded_page_size_bytes", None) or getattr(spec, "real_page_size_bytes", None)
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
-        vllm_config.cache_config, "kv_cache_layout", None
-    )
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
     return KVShape(
         block_tokens=int(spec.block_size),
         page_bytes=int(page or spec.page_size_bytes),
@@ -133,7 +129,7 @@ def unsupported_features(vllm_config: Any) -> list[str]:
 
 
 def device_type(vllm_config: Any) -> str:
-    """"cpu", "cuda" or what else the engine computes on."""
+    """What the engine computes on: "cpu", "cuda" or another type."""
     return str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu") or "cpu")
 
 

@@ -213,7 +213,7 @@ class _Reader:
         if value is None or value is False or (isinstance(value, str) and value.strip().lower() == "off"):
             return None
         if not isinstance(value, str):
-            self.problems.append(f"maru_run_dir={value!r} must be a directory, or \"off\"")
+            self.problems.append(f'maru_run_dir={value!r} must be a directory, or "off"')
             return None
         return value.strip()
 
@@ -243,16 +243,12 @@ class _Reader:
             return allowed
         items = [v.strip() for v in value.split(",")] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or sorted(map(str, items)) != sorted(allowed):
-            self.problems.append(
-                f"{key}={value!r} must be an order of {list(allowed)} on the {backend} backend"
-            )
+            self.problems.append(f"{key}={value!r} must be an order of {list(allowed)} on the {backend} backend")
             return allowed
         return tuple(str(i) for i in items)
 
 
-def parse_settings(
-    extra: Mapping[str, Any], *, engine_id: str, kv_role: str, load_failure_policy: str | None
-) -> Settings:
+def parse_settings(extra: Mapping[str, Any], *, engine_id: str, kv_role: str, load_failure_policy: str | None) -> Settings:
     """Reads ``kv_connector_extra_config``; raises :class:`SettingsError` with every problem.
 
     engine_id, kv_role and load_failure_policy are those of vLLM's KVTransferConfig.

@@ -105,9 +105,7 @@ class ClientTransfers:
     def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array[int], ends: array[int]) -> int:
         return self.client.submit_store(keys, Blocks(layout, blocks, ends), parents, **self._order())
 
-    def submit_load(
-        self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]
-    ) -> int:
+    def submit_load(self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]) -> int:
         return self.client.submit_load(keys, Blocks(layout, blocks, ends), offsets, **self._order())
 
     def completed(self) -> list[int]:

@@ -63,9 +63,7 @@ class Transfers(Protocol):
 
     def submit_store(self, layout: int, keys: bytes, parents: bytes, blocks: array[int], ends: array[int]) -> int: ...
 
-    def submit_load(
-        self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]
-    ) -> int: ...
+    def submit_load(self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]) -> int: ...
 
     def completed(self) -> list[int]:
         """Jobs that have ended, each once."""
@@ -202,9 +200,7 @@ class WorkerRole:
         self._finishing.update(orders.finishing)
         now = self._clock()
         for order in orders.loads:
-            self._load_queue.append(
-                _Load(order, with_shard(order.keys, self._shard), [0, *accumulate(order.counts)], now)
-            )
+            self._load_queue.append(_Load(order, with_shard(order.keys, self._shard), [0, *accumulate(order.counts)], now))
         self._pump_loads()
 
     def _pump_loads(self) -> None:

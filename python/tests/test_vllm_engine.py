@@ -184,9 +184,7 @@ def test_a_prefix_split_over_two_media(system: System, backend: str, sizes: dict
     """8 MiB of own memory hold part of what is stored; the rest goes to the pool; both are read (VL-22)."""
     prompts = [prompt(20 + i, 7 * CHUNK) for i in range(8)]
     d = system.engine("d")
-    system.start(
-        d, maru_storage_backend=backend, maru_pool_size=None, maru_cache_namespace="mixed@1", **sizes
-    )
+    system.start(d, maru_storage_backend=backend, maru_pool_size=None, maru_cache_namespace="mixed@1", **sizes)
     run(d, *prompts)
     local = [run(d, p)[0] for p in prompts]
     assert d("reset")["ok"]

@@ -73,13 +73,9 @@ def at_once(*calls: Any) -> list[Any]:
 def test_two_engines_at_once(pair: Pair) -> None:
     prompts = [prompt(200 + i, 5 * CHUNK + 1) for i in range(8)]
     mine, yours = prompts[:4], prompts[4:]
-    a, b = at_once(
-        lambda: pair.a.drive(*({"prompt": p} for p in mine)), lambda: pair.b.drive(*({"prompt": p} for p in yours))
-    )
+    a, b = at_once(lambda: pair.a.drive(*({"prompt": p} for p in mine)), lambda: pair.b.drive(*({"prompt": p} for p in yours)))
     # Each now reads what the other stored, while the other does the same.
-    b2, a2 = at_once(
-        lambda: pair.a.drive(*({"prompt": p} for p in yours)), lambda: pair.b.drive(*({"prompt": p} for p in mine))
-    )
+    b2, a2 = at_once(lambda: pair.a.drive(*({"prompt": p} for p in yours)), lambda: pair.b.drive(*({"prompt": p} for p in mine)))
     assert [r["cached"] for r in (*a2, *b2)] == [5 * CHUNK] * 8
     assert [r["tokens"] for r in a2] == [r["tokens"] for r in a] and [r["tokens"] for r in b2] == [r["tokens"] for r in b]
     # And both store the same prompts at once: one of them wins, both may read it.
@@ -116,9 +112,7 @@ def test_engines_that_differ_share_nothing(pair: Pair, llm: dict[str, Any], extr
         assert same(hit, local)
 
 
-@pytest.mark.parametrize(
-    ("backend", "order"), [("cpu", "cpu"), ("mixed", "cpu,cxl"), ("mixed", "cxl,cpu")]
-)
+@pytest.mark.parametrize(("backend", "order"), [("cpu", "cpu"), ("mixed", "cpu,cxl"), ("mixed", "cxl,cpu")])
 def test_a_prefix_in_one_medium_or_split_over_two(pair: Pair, backend: str, order: str) -> None:
     sizes = {"maru_cpu_pool_size": "64M" if backend == "cpu" else "2M"}
     if backend == "mixed":

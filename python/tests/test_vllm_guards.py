@@ -78,9 +78,7 @@ def test_a_hit_is_judged_once() -> None:
 def test_arguments_of_quantization_keep_engines_apart() -> None:
     def quantization(**model: object) -> str:
         shape = kv_shape(config(), caches(spec()))
-        return str(
-            namespace_fields(config(model=model), shape, weights="w", chunk_tokens=64, piece_bytes=65536)["quantization"]
-        )
+        return str(namespace_fields(config(model=model), shape, weights="w", chunk_tokens=64, piece_bytes=65536)["quantization"])
 
     assert quantization() == ""
     assert quantization(quantization="fp8") == "fp8"

@@ -124,9 +124,7 @@ class Driver(Engine):
                 out[o.request_id] = {
                     "cached": o.num_cached_tokens or 0,
                     "tokens": list(o.outputs[0].token_ids),
-                    "logprobs": [
-                        {str(k): v.logprob for k, v in sorted(x.items())} for x in o.outputs[0].logprobs or []
-                    ],
+                    "logprobs": [{str(k): v.logprob for k, v in sorted(x.items())} for x in o.outputs[0].logprobs or []],
                     "finish": o.outputs[0].finish_reason,
                     "done": o.finished,
                 }
