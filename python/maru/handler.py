@@ -6,9 +6,8 @@ What is stored never changes. A fault of the store (the server is away, a lost c
 is a miss, a False and one log line; a wrong argument is an exception.
 
 Concurrency: every method may be called by any thread at any time; none holds the
-GIL while it waits. ``_state`` guards connect and close; ``_write_lock`` is held
-while the callback of ``set_on_region_added`` runs and is taken by nothing that such
-a callback needs. Fork: a handler cannot be used in a child process.
+GIL while it waits. ``_state`` guards connect and close. Fork: a handler cannot be
+used in a child process.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import c_int32, c_uint32
 from types import TracebackType
 from typing import Any
 
 from . import _lib
+from ._regions import RegionCallback, Regions
 from .api import Client, ClientConfig, Mode, Runs, Verdict
 from .config import MaruConfig
 from .errors import ClosedError, Code, ForkedError, MaruError
@@ -34,8 +34,6 @@ from .memory import AllocHandle, DaxMapper, MaruHandle, MemoryInfo, OwnedRegionM
 __all__ = ["MaruHandler"]
 
 logger = logging.getLogger("maru")
-
-RegionCallback = Callable[[int, int], None]
 
 # A fault that lasts is said once in this time for each operation.
 _LOG_INTERVAL_S = 10.0
@@ -50,21 +48,6 @@ _EMPTY_VALUE = "an empty value cannot be stored: a value has 1 byte to chunk_siz
 _NOT_CONNECTED = "Not connected. Call connect() first."
 
 
-class _RegionLease:
-    """Owner behind the memoryviews of a region: the mapping stays, also beyond
-    close(), until nothing made of them is left."""
-
-    _client: Client
-    _region: int
-
-    def __del__(self) -> None:
-        try:
-            self._client._lib.maru_release_region_view(self._client.handle, self._region)
-        except (AttributeError, TypeError):
-            # The interpreter is ending, and the process with it.
-            return
-
-
 class MaruHandler:
     """One instance of the store in this process. See the module's text."""
 
@@ -73,12 +56,7 @@ class MaruHandler:
         self._client: Client | None = None
         self._closing = False
         self._state = threading.Lock()
-        self._write_lock = threading.RLock()
-        self._on_region_added: RegionCallback | None = None
-        # Own regions: (address, whole region as a writable memoryview).
-        self._regions: dict[int, tuple[int, memoryview]] = {}
-        self._cursor = c_uint64()
-        self._page_counts: dict[int, int] = {}
+        self._regions = Regions(self._live, self._config.chunk_size_bytes)
         self._said: dict[str, float] = {}
 
     # --- life ---
@@ -116,12 +94,10 @@ class MaruHandler:
             except MaruError as e:
                 logger.error("maru: connect to %s failed: %s", c.server_url, e)
                 return False
-            self._cursor = c_uint64()
-            self._page_counts = {}
             self._client = client
             self._closing = False
-            self._sync_regions()
-            if not self._page_counts:
+            self._regions.connected(client)
+            if not self._regions.get_owned_region_ids():
                 logger.error("maru: connect to %s: no region of %d bytes was granted", c.server_url, c.pool_size)
                 self._close_locked()
                 return False
@@ -140,8 +116,7 @@ class MaruHandler:
             return
         self._closing = True
         try:
-            # Their owners' last references: what is exported keeps its own.
-            self._regions.clear()
+            self._regions.closing()
             client.close()
         finally:
             self._client = None
@@ -154,6 +129,10 @@ class MaruHandler:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _live(self) -> Client | None:
+        """The client, for what answers None where it cannot be used."""
+        return None if self._closing or _lib.forked() else self._client
 
     def _open(self) -> Client:
         client = self._client
@@ -192,14 +171,7 @@ class MaruHandler:
             if status == Code.CLOSED:
                 raise RuntimeError("Handler is closing")
             raise ValueError(f"Cannot allocate page: pool exhausted ({text})")
-        region: int = page.region
-        known = self._regions.get(region)
-        if known is None:
-            self._sync_regions()
-            known = self._own_view(client, region)
-        address, whole = known
-        start = page.data - address
-        return AllocHandle(whole[start : start + size], region, page.index, size)
+        return AllocHandle(self._regions.page(client, page.region, page.data, size), page.region, page.index, size)
 
     def free(self, handle: AllocHandle) -> None:
         """Gives an unstored page back.
@@ -319,7 +291,7 @@ class MaruHandler:
         except MaruError as e:
             self._say("store", e)
             return [False] * len(buffers)
-        self._sync_regions()
+        self._regions.sync(client)
         return [self._stored(c) for c in codes]
 
     def _stored(self, code: int) -> bool:
@@ -428,74 +400,15 @@ class MaruHandler:
     def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None:
         """Returns bytes of a mapped region: writable for own regions, read-only for
         others; None when it is not mapped or the range is outside."""
-        client = self._client
-        if client is None or self._closing or offset < 0 or size < 0 or _lib.forked():
-            return None
-        known = self._regions.get(region_id)
-        if known is None:
-            if region_id in self._page_counts:
-                known = self._own_view(client, region_id)
-            else:
-                return self._map(client, region_id, offset, size)
-        if offset + size > len(known[1]):
-            return None
-        return known[1][offset : offset + size]
-
-    def _map(self, client: Client, region: int, offset: int, size: int) -> memoryview | None:
-        data, writable = c_void_p(), c_int32()
-        try:
-            status = client._lib.maru_region_view(client.handle, region, offset, size, data, writable)
-        except (ctypes.ArgumentError, OverflowError):
-            return None
-        if status:
-            return None
-        owner_type: Any = type("_RegionOwner", (_RegionLease, ctypes.c_ubyte * size), {})
-        owner = owner_type.from_address(data.value) if size else owner_type()
-        owner._client, owner._region = client, region
-        view = memoryview(owner).cast("B")
-        return view if writable.value else view.toreadonly()
-
-    def _own_view(self, client: Client, region: int) -> tuple[int, memoryview]:
-        length = self._page_counts[region] * self._page_bytes(client, region)
-        view = self._map(client, region, 0, length)
-        if view is None:
-            raise RuntimeError(f"maru: own region {region} of {length} bytes is not mapped: {_lib.last_error(client._lib)}")
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
-        # Of two threads that map it at once, one view is kept and the other goes.
-        return self._regions.setdefault(region, (address, view))
-
-    def _page_bytes(self, client: Client, region: int) -> int:
-        # A pool without hardware coherence rounds pages up.
-        size = c_uint64()
-        status = client._lib.maru_region_page_bytes(client.handle, region, size)
-        return self._config.chunk_size_bytes if status else size.value
+        return self._regions.get_buffer_view(region_id, offset, size)
 
     def get_region_page_count(self, region_id: int) -> int | None:
         """Pages of a region that is owned or mapped, else None."""
-        known = self._page_counts.get(region_id)
-        if known is not None:
-            return known
-        client = self._client
-        if client is None or self._closing or _lib.forked():
-            return None
-        count = c_uint64()
-        try:
-            status = client._lib.maru_region_page_count(client.handle, region_id, count)
-        except ctypes.ArgumentError:
-            return None
-        return None if status else count.value
-
-    def _region_free_count(self, region_id: int) -> int:
-        client = self._client
-        if client is None or self._closing or _lib.forked():
-            return 0
-        count = c_uint64()
-        status = client._lib.maru_region_free_count(client.handle, region_id, count)
-        return 0 if status else count.value
+        return self._regions.get_region_page_count(region_id)
 
     def get_owned_region_ids(self) -> list[int]:
         """Own regions, oldest first; [] when not connected."""
-        return list(self._page_counts) if self._client is not None else []
+        return self._regions.get_owned_region_ids() if self._client is not None else []
 
     def get_chunk_size(self) -> int:
         """The page size: the largest value."""
@@ -504,32 +417,14 @@ class MaruHandler:
     def set_on_region_added(self, callback: RegionCallback | None) -> None:
         """Has ``callback(region_id, page_count)`` called for each own region: at once for
         those that exist, then in the thread whose allocation made a new one."""
-        with self._write_lock:
-            self._on_region_added = callback
-            if callback is not None:
-                for region, count in list(self._page_counts.items()):
-                    callback(region, count)
-
-    def _sync_regions(self) -> None:
-        client = self._client
-        if client is None:
-            return
-        region, pages = c_uint32(), c_uint64()
-        with self._write_lock:
-            while (
-                client._lib.maru_next_region(client.handle, ctypes.byref(self._cursor), ctypes.byref(region), ctypes.byref(pages))
-                == Code.OK
-            ):
-                self._page_counts[region.value] = pages.value
-                if self._on_region_added is not None:
-                    self._on_region_added(region.value, pages.value)
+        self._regions.set_on_region_added(callback)
 
     # --- health and counts ---
 
     def healthcheck(self) -> bool:
         """One round trip to the server. Never raises."""
-        client = self._client
-        if client is None or self._closing or _lib.forked():
+        client = self._live()
+        if client is None:
             return False
         try:
             client.ping()
@@ -541,7 +436,7 @@ class MaruHandler:
         """Counts of the server and of this handler; what the server does not answer is
         zero."""
         client = self._open()
-        regions = OwnedRegionManager(self).get_stats()
+        regions = OwnedRegionManager(self._regions).get_stats()
         out: dict[str, Any] = {
             "kv_manager": {"total_entries": 0, "total_size": 0},
             "allocation_manager": {"num_allocations": 0, "total_allocated": 0, "active_clients": 0},
@@ -585,40 +480,33 @@ class MaruHandler:
     @property
     def pool_handle(self) -> MaruHandle | None:
         """The first region, or None when not connected."""
-        first = self._first()
-        if first is None:
+        client, region = self._client, self._first()
+        if client is None or region is None:
             return None
-        region, count = first
-        client = self._client
-        if client is None:
-            return None
-        length = count * self._page_bytes(client, region)
-        return MaruHandle(region, 0, length, (client.handle & 0xFFFFFFFF) << 32 | region)
+        return MaruHandle(region, 0, self._regions.size(client, region), (client.handle & 0xFFFFFFFF) << 32 | region)
 
     @property
     def allocator(self) -> PagedMemoryAllocator | None:
         """Counts of the first region, or None when not connected."""
-        first = self._first()
-        return None if first is None else PagedMemoryAllocator(self, first[0], self._config.chunk_size_bytes)
+        region = self._first()
+        return None if region is None else PagedMemoryAllocator(self._regions, region, self._config.chunk_size_bytes)
 
     @property
     def owned_region_manager(self) -> OwnedRegionManager | None:
         """The own regions, or None when not connected."""
-        return None if self._client is None else OwnedRegionManager(self)
+        return None if self._client is None else OwnedRegionManager(self._regions)
 
     @property
     def mapper(self) -> DaxMapper:
         """Deprecated: call the handler's own get_buffer_view."""
-        return DaxMapper(self)
+        return DaxMapper(self._regions)
 
     @property
     def _mapper(self) -> DaxMapper:
-        return DaxMapper(self)
+        return self.mapper
 
-    def _first(self) -> tuple[int, int] | None:
-        if self._client is None:
-            return None
-        return next(iter(self._page_counts.items()), None)
+    def _first(self) -> int | None:
+        return next(iter(self.get_owned_region_ids()), None)
 
     # --- faults ---
 

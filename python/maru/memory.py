@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from .handler import MaruHandler
+from typing import Any, Protocol
 
 __all__ = [
     "AllocHandle",
@@ -103,23 +100,34 @@ class MaruHandle:
         return cls(fields["region_id"], fields["offset"], fields["length"], fields["auth_token"])
 
 
+class _Views(Protocol):
+    def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None: ...
+
+
+class _Regions(_Views, Protocol):
+    def get_owned_region_ids(self) -> list[int]: ...
+    def get_region_page_count(self, region_id: int) -> int | None: ...
+    def get_region_free_count(self, region_id: int) -> int: ...
+    def get_chunk_size(self) -> int: ...
+
+
 class PagedMemoryAllocator:
     """Counts of one own region. Pages are given out by the library alone."""
 
-    def __init__(self, handler: MaruHandler, region_id: int, chunk_size: int) -> None:
-        self._handler = handler
+    def __init__(self, regions: _Regions, region_id: int, chunk_size: int) -> None:
+        self._regions = regions
         self._region_id = region_id
         self.chunk_size = chunk_size
 
     @property
     def page_count(self) -> int:
         """Pages of the region."""
-        return self._handler.get_region_page_count(self._region_id) or 0
+        return self._regions.get_region_page_count(self._region_id) or 0
 
     @property
     def num_free_pages(self) -> int:
         """Pages that can be allocated now."""
-        return self._handler._region_free_count(self._region_id)
+        return self._regions.get_region_free_count(self._region_id)
 
     @property
     def num_allocated(self) -> int:
@@ -148,12 +156,12 @@ class PagedMemoryAllocator:
 class OwnedRegionManager:
     """The own regions of a connected handler."""
 
-    def __init__(self, handler: MaruHandler) -> None:
-        self._handler = handler
+    def __init__(self, regions: _Regions) -> None:
+        self._regions = regions
 
     def get_region_ids(self) -> list[int]:
         """Own regions, oldest first."""
-        return self._handler.get_owned_region_ids()
+        return self._regions.get_owned_region_ids()
 
     def get_first_region_id(self) -> int | None:
         """The region that connect asked for."""
@@ -166,8 +174,8 @@ class OwnedRegionManager:
 
     def get_stats(self) -> dict[str, Any]:
         """Sums over all regions, and each region."""
-        chunk = self._handler.get_chunk_size()
-        regions = [PagedMemoryAllocator(self._handler, r, chunk).get_stats() for r in self.get_region_ids()]
+        chunk = self._regions.get_chunk_size()
+        regions = [PagedMemoryAllocator(self._regions, r, chunk).get_stats() for r in self.get_region_ids()]
         pages = sum(r["page_count"] for r in regions)
         free = sum(r["free_pages"] for r in regions)
         return {
@@ -184,16 +192,12 @@ class OwnedRegionManager:
 class DaxMapper:
     """Views of mapped regions, for callers that ask a mapper instead of the handler."""
 
-    def __init__(self, handler: MaruHandler) -> None:
-        self._handler = handler
+    def __init__(self, views: _Views) -> None:
+        self._views = views
 
     def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None:
         """The same as MaruHandler.get_buffer_view."""
-        return self._handler.get_buffer_view(region_id, offset, size)
-
-
-class _HasRegion(Protocol):
-    def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None: ...
+        return self._views.get_buffer_view(region_id, offset, size)
 
 
 @dataclasses.dataclass
@@ -202,7 +206,7 @@ class MappedRegion:
 
     region_id: int
     size: int
-    mapper: _HasRegion = dataclasses.field(repr=False)
+    mapper: _Views = dataclasses.field(repr=False)
 
     def get_buffer_view(self, offset: int, size: int) -> memoryview | None:
         """Bytes of this region, or None when out of range."""
