@@ -427,28 +427,30 @@ func (c *Client) Close(ctx context.Context) error {
 // awaitOpen returns the link. When the server has ended the epoch (it was started again),
 // the session is being opened anew: that is waited for, because a server that has not
 // heard of a session's end keeps its regions until the process is gone. A heartbeat says
-// whether it has.
+// whether it has; while the connection is broken, which a restart does too, it is asked
+// again for a quarter of RPCTimeout.
 func (c *Client) awaitOpen(ctx context.Context) *link {
 	if c.link.Load() == nil {
 		return nil // never opened: nobody has to hear
 	}
+	again := time.Now().Add(c.cfg.RPCTimeout / 4)
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.RPCTimeout)
 	defer cancel()
-	tick := time.NewTicker(time.Millisecond)
+	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	var heard *link // has answered since Close began: its epoch is not over
 	for {
-		l := c.current()
-		if l != nil && !l.over.Load() && l != heard && !l.hung.Load() {
-			if err := c.heartbeat(ctx, l, c.heartbeatEvery(l)); epochOver(err) {
-				c.lose(l)
-			} else {
-				heard = l
+		if l := c.current(); l != nil && !l.over.Load() {
+			if l.hung.Load() {
+				return l // it is told, and not waited for
 			}
-			continue
-		}
-		if l != nil && !l.over.Load() {
-			return l
+			switch err := c.heartbeat(ctx, l, c.heartbeatEvery(l)); {
+			case epochOver(err):
+				c.lose(l)
+			case errors.Is(err, base.ErrUnavailable) && time.Now().Before(again):
+				c.conn.ResetConnectBackoff()
+			default:
+				return l
+			}
 		}
 		select {
 		case <-ctx.Done():

@@ -2,6 +2,7 @@ package client
 
 import (
 	"bytes"
+	"errors"
 	"testing"
 	"time"
 
@@ -181,6 +182,13 @@ func TestRealCloseAfterRestart(t *testing.T) {
 	c := open(t, l.config())
 	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
 	l.stop()
+	// The connection was refused some times, and is not tried again for a while.
+	for range 5 {
+		if err := c.Ping(t.Context()); !errors.Is(err, base.ErrUnavailable) {
+			t.Fatalf("a ping of nobody: %v", err)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
 	l.start()
 	if err := c.Close(t.Context()); err != nil {
 		t.Fatal(err)
