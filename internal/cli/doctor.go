@@ -20,6 +20,9 @@ func (t *tool) doctorCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "doctor", Short: "Look at this machine as a place for Maru, and say the cure for what is wrong", Args: cobra.NoArgs,
+		Long: "Changes nothing. A line is ok, a note (works, and could be better or is not looked for) or bad (must be mended first); the\n" +
+			"cure is below it. The exit status is 1 when a line is bad.\n\n" +
+			"  maru doctor --pool-size 64G --python $(which python3)",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var err error
 			if opt.PoolBytes, err = sizeFlag("pool-size", pool); err != nil {

@@ -101,7 +101,7 @@ func showHolds(out io.Writer, holds []*maruv1.HoldInfo, note string, now time.Ti
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 		_, _ = fmt.Fprintln(t, "\nREGION\tPOOL\tBYTES\tIS\tSESSION\tSTATE\tPROCESS\tNODE\tVIEWS\tHELD FOR\tEND SEEN BY")
 		for _, h := range holds {
-			_, _ = fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", h.GetRegionId(), poolText(h), settings.FormatSize(h.GetExtentLength()), regionText(h),
+			_, _ = fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", h.GetRegionId(), poolText(h), settings.AboutSize(h.GetExtentLength()), regionText(h),
 				shortID(h.GetSessionId()), cmp.Or(h.GetSessionState(), "-"), processText(h), shortID(h.GetNodeId()), yes(h.GetViews()), age(h, now), seenBy(h))
 		}
 		if err := t.Flush(); err != nil {
@@ -133,9 +133,9 @@ func summary(w io.Writer, holds []*maruv1.HoldInfo) {
 			suspect[id] = true
 		}
 	}
-	_, _ = fmt.Fprintf(w, "%s of %s on %s (%s)", count(len(holds), "hold"), count(len(sessions), "session"), count(len(regions), "region"), settings.FormatSize(total(regions)))
+	_, _ = fmt.Fprintf(w, "%s of %s on %s (%s)", count(len(holds), "hold"), count(len(sessions), "session"), count(len(regions), "region"), settings.AboutSize(total(regions)))
 	if len(draining) > 0 {
-		_, _ = fmt.Fprintf(w, "; %d draining (%s)", len(draining), settings.FormatSize(total(draining)))
+		_, _ = fmt.Fprintf(w, "; %d draining (%s)", len(draining), settings.AboutSize(total(draining)))
 	}
 	if len(suspect) > 0 {
 		_, _ = fmt.Fprintf(w, "; %s suspect", count(len(suspect), "session"))
@@ -304,13 +304,13 @@ func (m *manager) dropHolds(ctx context.Context, node, session string, confirm b
 	case node != "":
 		id, err := base.ParseID(node)
 		if err != nil {
-			return fmt.Errorf("NODE: %w", err)
+			return fmt.Errorf("NODE: %w; `maru rm holds` names the nodes", err)
 		}
 		req.NodeId, what = id[:], "a mapper of node "+node
 	default:
 		id, err := base.ParseID(session)
 		if err != nil {
-			return fmt.Errorf("--session: %w", err)
+			return fmt.Errorf("--session: %w; `maru rm holds` names the sessions", err)
 		}
 		req.SessionId, what = id[:], "the process of session "+session
 	}
@@ -328,7 +328,7 @@ func (m *manager) dropHolds(ctx context.Context, node, session string, confirm b
 func (m *manager) dropAgent(ctx context.Context, agent string, confirm bool) error {
 	id, err := base.ParseID(agent)
 	if err != nil {
-		return fmt.Errorf("ID: %w", err)
+		return fmt.Errorf("ID: %w; `maru rm agents` lists them", err)
 	}
 	if !confirm {
 		return fmt.Errorf("%w: drop-agent needs --confirm: the end of what agent %s vouched for cannot be proved any more", base.ErrDenied, agent)

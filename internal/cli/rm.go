@@ -29,7 +29,11 @@ func (t *tool) rmCommand() *cobra.Command {
 		address, server, session string
 		asJSON, confirm          bool
 	)
-	cmd := &cobra.Command{Use: "rm", Short: "Look at a resource manager, and act as its operator"}
+	cmd := &cobra.Command{
+		Use: "rm", Short: "Look at a resource manager, and act as its operator",
+		Long: "Lists what a resource manager has on record. When memory does not come back, begin with `maru rm holds`: it names who holds\n" +
+			"it and who must act. The drop commands take an operator's word for what nobody can prove: say it only when it is true.",
+	}
 	cmd.PersistentFlags().StringVar(&address, "address", fmt.Sprintf("%s:%d", rm.DefaultHost, rm.DefaultPort),
 		"HOST:PORT or unix:/path of the resource manager; drop commands need its Unix socket")
 	cmd.PersistentFlags().BoolVar(&asJSON, "json", false, "print one JSON object")
@@ -53,9 +57,9 @@ func (t *tool) rmCommand() *cobra.Command {
 			return m.dropHolds(ctx, append(args, "")[0], session, confirm)
 		})
 	dropHolds.Flags().StringVar(&session, "session", "", "id of one session, in place of a node")
-	dropOwner := sub("drop-owner ID", "End an owner: its regions are freed, or drain", cobra.ExactArgs(1),
+	dropOwner := sub("drop-owner ID", "End an owner: its regions are freed, or drain", takes("ID"),
 		func(ctx context.Context, m *manager, args []string) error { return m.dropOwner(ctx, args[0], confirm) })
-	dropAgent := sub("drop-agent ID", "End an agent whose state is lost: what it vouched for stays held, and is not provable", cobra.ExactArgs(1),
+	dropAgent := sub("drop-agent ID", "End an agent whose state is lost: what it vouched for stays held, and is not provable", takes("ID"),
 		func(ctx context.Context, m *manager, args []string) error { return m.dropAgent(ctx, args[0], confirm) })
 	holds := sub("holds", "Who holds what since when, why it is not free, and who must act", cobra.NoArgs,
 		func(ctx context.Context, m *manager, _ []string) error { return m.holds(ctx, server) })
@@ -102,8 +106,8 @@ func (m *manager) pools(ctx context.Context) error {
 	return m.table(r, "POOL\tNAME\tKIND\tSTATE\tCAPACITY\tALLOCATED\tDRAINING\tLARGEST FREE\tREGIONS\tREASON", func(w *tabwriter.Writer) {
 		for _, p := range r.GetPools() {
 			_, _ = fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", idText(p.GetPoolId()), p.GetName(), short(p.GetDeviceKind(), "DEVICE_KIND_"),
-				short(p.GetState(), "POOL_STATE_"), settings.FormatSize(p.GetCapacityBytes()), settings.FormatSize(p.GetAllocatedBytes()),
-				settings.FormatSize(p.GetDrainingBytes()), settings.FormatSize(p.GetLargestFreeBytes()), p.GetRegionCount(), p.GetReason())
+				short(p.GetState(), "POOL_STATE_"), settings.AboutSize(p.GetCapacityBytes()), settings.AboutSize(p.GetAllocatedBytes()),
+				settings.AboutSize(p.GetDrainingBytes()), settings.AboutSize(p.GetLargestFreeBytes()), p.GetRegionCount(), p.GetReason())
 		}
 	})
 }
@@ -131,7 +135,7 @@ func (m *manager) regions(ctx context.Context) error {
 	return m.table(all, "POOL\tREGION\tSTATE\tBYTES\tPAGE\tOWNER\tWRITER\tHOLDERS\tSINCE", func(w *tabwriter.Writer) {
 		for _, r := range all.GetRegions() {
 			_, _ = fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", idText(r.GetPoolId()), r.GetRegionId(), short(r.GetState(), "REGION_STATE_"),
-				settings.FormatSize(r.GetPlace().GetExtentLength()), settings.FormatSize(r.GetPlace().GetPageSize()), idText(r.GetOwnerId()),
+				settings.AboutSize(r.GetPlace().GetExtentLength()), settings.AboutSize(r.GetPlace().GetPageSize()), idText(r.GetOwnerId()),
 				idText(r.GetWriterSession()), len(r.GetHolders()), since(r.GetAllocatedUnixMs()))
 		}
 	})
@@ -145,7 +149,7 @@ func (m *manager) owners(ctx context.Context) error {
 	return m.table(r, "OWNER\tNAME\tINCARNATION\tPROVED\tNODE\tREGIONS\tBYTES\tSTARTED", func(w *tabwriter.Writer) {
 		for _, o := range r.GetOwners() {
 			_, _ = fmt.Fprintf(w, "%s\t%s\t%d\t%t\t%s\t%d\t%s\t%s\n", idText(o.GetOwnerId()), o.GetName(), o.GetIncarnation(), o.GetProved(), idText(o.GetNodeId()),
-				o.GetRegionCount(), settings.FormatSize(o.GetAllocatedBytes()), since(o.GetStartedUnixMs()))
+				o.GetRegionCount(), settings.AboutSize(o.GetAllocatedBytes()), since(o.GetStartedUnixMs()))
 		}
 	})
 }
@@ -153,7 +157,7 @@ func (m *manager) owners(ctx context.Context) error {
 func (m *manager) dropOwner(ctx context.Context, owner string, confirm bool) error {
 	id, err := base.ParseID(owner)
 	if err != nil {
-		return fmt.Errorf("ID: %w", err)
+		return fmt.Errorf("ID: %w; `maru rm owners` lists them", err)
 	}
 	if !confirm {
 		return fmt.Errorf("%w: drop-owner needs --confirm: everything that server %s keeps in the pools is lost", base.ErrDenied, owner)

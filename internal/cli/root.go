@@ -71,7 +71,51 @@ func (t *tool) root() *cobra.Command {
 	root.AddCommand(t.upCommand(), t.demoCommand(), t.workerCommand(), t.usageCommand(), t.deviceCommand(), t.rmCommand(),
 		t.benchCommand(), t.doctorCommand(), t.simCommand(), t.explainCommand(), t.tortureCommand())
 	root.AddCommand(t.torturePartCommands()...)
+	root.PersistentPreRunE = func(*cobra.Command, []string) error {
+		_, err := t.logger() // a level that is none is refused also where nothing is logged
+		return err
+	}
+	explainMisuse(root)
 	return root
+}
+
+// explainMisuse makes every wrong flag, argument and command of c and below an
+// ErrInvalid that names where the right ones are written.
+func explainMisuse(c *cobra.Command) {
+	misuse := func(c *cobra.Command, err error) error {
+		return fmt.Errorf("%w: %w; `%s --help` says what it takes", base.ErrInvalid, err, c.CommandPath())
+	}
+	c.SetFlagErrorFunc(misuse)
+	args := c.Args
+	if c.HasSubCommands() && !c.Runnable() {
+		// Without Run a command prints its help whatever is asked of it.
+		c.RunE = func(c *cobra.Command, _ []string) error { return c.Help() }
+		args = cobra.NoArgs
+	}
+	if args != nil {
+		c.Args = func(c *cobra.Command, given []string) error {
+			if err := args(c, given); err != nil {
+				return misuse(c, err)
+			}
+			return nil
+		}
+	}
+	for _, sub := range c.Commands() {
+		explainMisuse(sub)
+	}
+}
+
+// takes is the check of a command's arguments: one for each name, in that order.
+func takes(names ...string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, given []string) error {
+		if len(given) < len(names) {
+			return fmt.Errorf("%s is missing", names[len(given)])
+		}
+		if len(given) > len(names) {
+			return fmt.Errorf("%q is one argument too many", given[len(names)])
+		}
+		return nil
+	}
 }
 
 // logger writes to standard error, so that output can be piped.

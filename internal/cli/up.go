@@ -55,7 +55,7 @@ func (t *tool) upCommand() *cobra.Command {
 	f.StringVar(&cxl, "cxl-size", "1G", "size of the emulated cxl pool; 0: none")
 	f.IntVar(&node, "numa-node", 0, "NUMA node that all memory of the emulated pool comes from (default: as the kernel likes)")
 	f.StringVar(&pages, "hugepages", "off", "what the emulated pool is made of: off, or 2M for reserved huge pages")
-	f.StringVar(&opt.Listen, "listen", up.DefaultListen, "HOST:PORT of the server; port 0: any free ports")
+	f.StringVar(&opt.Listen, "listen", up.DefaultListen, "HOST:PORT of the server; port 0: any free ports, for a second one beside the first")
 	f.StringVar(&opt.Dir, "dir", "", "directory of state and pool (default: a new one on /dev/shm)")
 	f.BoolVar(&opt.Insecure, "insecure", false, "allow a host that other machines can reach, without encryption")
 	f.BoolVar(&opt.Overcommit, "overcommit", false, "allow a pool larger than the memory that is available")
@@ -95,11 +95,14 @@ func (t *tool) printAddresses(cmd *cobra.Command, a up.Addresses, asJSON bool) e
 	if asJSON {
 		return printJSON(out, a)
 	}
-	manager := a.RM
+	manager, pool := a.RM, "none: engines keep KV in their own memory (maru_storage_backend=cpu)"
 	if manager == "" {
 		manager = "none (no cxl pool)"
+	} else {
+		pool = fmt.Sprintf("%s, %s", settings.FormatSize(a.PoolBytes), a.Pool)
 	}
-	_, err := fmt.Fprintf(out, "maru is up\n  server            %s\n  resource manager  %s\n  metrics           %s\n  directory         %s\n\n"+
-		"Give engines maru_server_url=%s; Ctrl-C stops everything.\n", a.Server, manager, a.HTTP, a.Dir, a.Server)
+	_, err := fmt.Fprintf(out, "maru is up\n  server            %s\n  resource manager  %s\n  pool              %s\n  metrics           %s/metrics\n"+
+		"  directory         %s\n\nGive engines maru_server_url=%s; Ctrl-C stops everything.\n",
+		a.Server, manager, pool, a.HTTP, a.Dir, a.Server)
 	return err
 }

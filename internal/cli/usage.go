@@ -27,6 +27,16 @@ func (t *tool) usageCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "usage", Short: "Capacity, sessions and counts of a server", Args: cobra.NoArgs,
+		Long: `Asks a server what it keeps. Columns of a pool:
+
+  CAPACITY     what the pool has
+  GRANTED      regions that sessions have
+  ALLOCATED    pages of them in use; WRITING, READY (readable now) and RETIRING (deleted, still being read) are parts of it
+  QUARANTINED  pages whose writer's fate is not known yet
+  KEPT         regions of sessions that have ended, still readable until the room is needed
+
+A session is live, suspect (no heartbeat, its pages are neither read nor reused), left (closed, its process lives), kept (ended, its
+regions are readable) or awaited (after a restart). Hits and misses: /metrics, and ` + "`maru explain`" + ` for vLLM's requests.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), callTimeout)
 			defer cancel()
@@ -73,7 +83,7 @@ func printUsage(cmd *cobra.Command, r *maruv1.UsageResponse) error {
 		}
 		_, _ = fmt.Fprintf(w, "%s\t%s", name, short(p.GetPool().GetMedium(), "MEDIUM_"))
 		for _, n := range []uint64{p.GetCapacityBytes(), p.GetGrantedBytes(), p.GetAllocatedBytes(), p.GetWritingBytes(), p.GetReadyBytes(), p.GetRetiringBytes(), p.GetQuarantinedBytes(), p.GetKeptBytes()} {
-			_, _ = fmt.Fprintf(w, "\t%s", settings.FormatSize(n))
+			_, _ = fmt.Fprintf(w, "\t%s", settings.AboutSize(n))
 		}
 		_, _ = fmt.Fprintf(w, "\t%d\t%d\n", p.GetObjects(), p.GetLeases())
 	}

@@ -3,6 +3,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -106,7 +107,7 @@ func devices(o Options) Finding {
 	}
 	var found []string
 	for _, d := range all {
-		found = append(found, fmt.Sprintf("%s %s driver %s", d.Path, sizeText(d.SizeBytes), d.Driver))
+		found = append(found, fmt.Sprintf("%s %s driver %s", d.Path, settings.AboutSize(d.SizeBytes), d.Driver))
 		if d.Driver == dax.DriverKmem {
 			f.Status, f.Cure = Note, "kmem gives a device's memory to the system: `daxctl reconfigure-device --mode=devdax "+d.Name+"` gives it back"
 		}
@@ -125,12 +126,12 @@ func sharedMemory(o Options) Finding {
 		return Finding{Name: f.Name, Status: Bad, Found: err.Error(), Cure: "mount a tmpfs on /dev/shm, or give `maru up --dir` another place"}
 	}
 	total, free := s.Blocks*uint64(s.Bsize), s.Bavail*uint64(s.Bsize) //nolint:gosec // a block size is positive
-	f.Found = fmt.Sprintf("%s, %s free", sizeText(total), sizeText(free))
+	f.Found = fmt.Sprintf("%s, %s free", settings.AboutSize(total), settings.AboutSize(free)) + fits(o.PoolBytes, free)
 	switch {
 	case o.PoolBytes > free:
 		f.Status = Bad
 		f.Cure = fmt.Sprintf("the pool needs %s: remove files there, or `mount -o remount,size=%s /dev/shm` (containers: --shm-size)",
-			sizeText(o.PoolBytes), sizeText(o.PoolBytes*5/4))
+			settings.AboutSize(o.PoolBytes), settings.AboutSize(o.PoolBytes*5/4))
 	case total <= 64<<20:
 		f.Status, f.Cure = Bad, "this is a container's default: give it --shm-size, or mount the host's /dev/shm"
 	}
@@ -149,11 +150,11 @@ func ports(ctx context.Context) Finding {
 		_ = l.Close()
 		free = append(free, strconv.Itoa(p))
 	}
-	f.Found = "free: " + strings.Join(free, ", ")
+	f.Found = "free: " + cmp.Or(strings.Join(free, ", "), "none")
 	if len(taken) > 0 {
 		f.Status = Note
 		f.Found += "; in use: " + strings.Join(taken, ", ")
-		f.Cure = "fine when maru runs here (`maru usage`); else find the program with `ss -ltnp`, or choose other ports with --port and --listen"
+		f.Cure = "fine when maru runs here (`maru usage`); else find the program with `ss -ltnp`, or choose other ports (daemons: --port; `maru up`: --listen)"
 	}
 	return f
 }
@@ -175,7 +176,7 @@ func pidNamespace(o Options) Finding {
 	if err := errors.Join(err1, err2); err != nil {
 		return Finding{
 			Name: f.Name, Status: Note, Found: err.Error(),
-			Cure: "without root it cannot be compared with init's; daemons must run in the host's pid namespace to vouch for their clients after a restart",
+			Cure: "it cannot be compared with init's without root and CAP_SYS_PTRACE, which containers lack; daemons must run in the host's pid namespace to vouch for their clients after a restart",
 		}
 	}
 	f.Found = own
@@ -187,17 +188,10 @@ func pidNamespace(o Options) Finding {
 	return f
 }
 
-// sizeText is an amount as a person reads it: exact where that is short.
-func sizeText(n uint64) string {
-	exact := settings.FormatSize(n)
-	if len(exact) <= len("1023GiB") || n < 1<<20 {
-		return exact
+// fits says that what was asked for has room, where it was and it has.
+func fits(want, room uint64) string {
+	if want == 0 || want > room {
+		return ""
 	}
-	units := []string{"MiB", "GiB", "TiB", "PiB"}
-	value := float64(n) / (1 << 20)
-	i := 0
-	for ; value >= 1024 && i < len(units)-1; i++ {
-		value /= 1024
-	}
-	return fmt.Sprintf("%.1f%s", value, units[i])
+	return fmt.Sprintf(": the pool of %s fits", settings.AboutSize(want))
 }

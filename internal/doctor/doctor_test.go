@@ -73,14 +73,6 @@ func TestAMachineMadeUp(t *testing.T) {
 	}
 }
 
-func TestSizeText(t *testing.T) {
-	for n, want := range map[uint64]string{0: "0", 64 << 30: "64GiB", 24683656 << 10: "23.5GiB", 1000: "1000", 1<<40 + 1: "1.0TiB"} {
-		if got := sizeText(n); got != want {
-			t.Errorf("%d is %s, want %s", n, got, want)
-		}
-	}
-}
-
 func TestKernelVersions(t *testing.T) {
 	for release, want := range map[string][2]int{"6.18.44-x": {6, 18}, "5.4": {5, 4}, "6.1-rc3": {6, 1}, "odd": {0, 0}} {
 		if major, minor := version(release); [2]int{major, minor} != want {

@@ -14,6 +14,7 @@ import (
 	"github.com/xcena-dev/maru/internal/media/hugetlb"
 	"github.com/xcena-dev/maru/internal/media/memlimit"
 	"github.com/xcena-dev/maru/internal/media/numa"
+	"github.com/xcena-dev/maru/internal/settings"
 )
 
 func memory(o Options) Finding {
@@ -22,10 +23,10 @@ func memory(o Options) Finding {
 	if err != nil {
 		return Finding{Name: f.Name, Status: Bad, Found: err.Error(), Cure: "mount /proc and /sys, and name a NUMA node that is there"}
 	}
-	f.Found = fmt.Sprintf("%s available (%s)", sizeText(a.Bytes), a.Source)
+	f.Found = fmt.Sprintf("%s available (%s)", settings.AboutSize(a.Bytes), a.Source) + fits(o.PoolBytes, a.Bytes)
 	if o.PoolBytes > a.Bytes && o.Pages != cpu.HugePages2M && o.Pages != cpu.HugePages1G {
 		f.Status = Bad
-		f.Cure = fmt.Sprintf("a pool of %s does not fit: make it smaller, raise the limit, or --overcommit to try all the same", sizeText(o.PoolBytes))
+		f.Cure = fmt.Sprintf("a pool of %s does not fit: make it smaller, raise the limit, or try all the same with --overcommit of `maru up` and maru-resource-manager", settings.AboutSize(o.PoolBytes))
 	}
 	return f
 }
@@ -38,17 +39,17 @@ func container(o Options) Finding {
 		f.Found = "no memory limit of a control group"
 		return f
 	}
-	f.Found = fmt.Sprintf("%s (%s)", sizeText(limit.Bytes), limit.Source)
+	f.Found = fmt.Sprintf("%s (%s)", settings.AboutSize(limit.Bytes), limit.Source)
 	// An engine beside its pool needs room as well; what it needs nobody knows here.
 	switch {
 	case o.PoolBytes >= limit.Bytes:
 		f.Status = Bad
 		f.Cure = fmt.Sprintf("a pool of %s ends by the kernel killing a process: raise the limit (containers: --memory; systemd: MemoryMax=; Kubernetes: resources.limits.memory) above pool and engine together, or make the pool smaller",
-			sizeText(o.PoolBytes))
+			settings.AboutSize(o.PoolBytes))
 	case o.PoolBytes > limit.Bytes/4*3:
 		f.Status = Note
 		f.Cure = fmt.Sprintf("a pool of %s leaves %s to the engine: memory on /dev/shm and of cpu pools counts against the limit too",
-			sizeText(o.PoolBytes), sizeText(limit.Bytes-o.PoolBytes))
+			settings.AboutSize(o.PoolBytes), settings.AboutSize(limit.Bytes-o.PoolBytes))
 	}
 	return f
 }
@@ -67,9 +68,9 @@ func judgeMemlock(f Finding, limit, pool uint64) Finding {
 		f.Found = "unlimited"
 		return f
 	}
-	f.Found = sizeText(limit)
+	f.Found = settings.AboutSize(limit)
 	if pool != 0 && pool <= limit {
-		f.Found += ", the pool fits"
+		f.Found += fits(pool, limit)
 		return f
 	}
 	f.Status = Note

@@ -66,7 +66,18 @@ func ShowDevice(ctx context.Context, o DeviceOptions) (DeviceInfo, error) {
 		return info, errors.Join(fmt.Errorf("%w: %s has %d bytes, a pool needs at least %d", base.ErrInvalid, o.Path, f.SizeBytes(), poolfmt.DataOffset+poolfmt.Alignment), f.Close())
 	}
 	info.Header, err = readHeader(f)
-	return info, errors.Join(err, f.Close())
+	return info, errors.Join(headerProblem(o.Path, err), f.Close())
+}
+
+// headerProblem names the device and what makes it a pool.
+func headerProblem(path string, err error) error {
+	switch {
+	case errors.Is(err, base.ErrNotFound):
+		return fmt.Errorf("device %s: %w: it is no pool yet, or was cleared; maru device init makes it one", path, err)
+	case err != nil:
+		return fmt.Errorf("device %s: %w", path, err)
+	}
+	return nil
 }
 
 func infoOf(f *dax.File) DeviceInfo {
@@ -154,7 +165,7 @@ func (s *offlineState) init(d *device, o DeviceOptions) (DeviceInfo, error) {
 		if header.Store == s.state.id {
 			return info, fmt.Errorf("%w: %s is pool %s of this resource manager already; maru device clear --confirm takes it away", base.ErrExists, o.Path, header.Pool)
 		}
-		return info, fmt.Errorf("%w: %s is pool %s of the resource manager with store %s; %s", base.ErrForeign, o.Path, header.Pool, header.Store, takeoverHint)
+		return info, fmt.Errorf("%w: %s is pool %s of the resource manager with store %s; its --state-dir is another one than %s, or %s", base.ErrForeign, o.Path, header.Pool, header.Store, o.StateDir, takeoverHint)
 	}
 	if errors.Is(headerErr, base.ErrFault) {
 		return info, headerErr
@@ -248,7 +259,7 @@ func (s *offlineState) clear(d *device, o DeviceOptions) (DeviceInfo, error) {
 	info := infoOf(d.file)
 	var err error
 	if info.Header, err = d.header(); err != nil {
-		return info, err
+		return info, headerProblem(o.Path, err)
 	}
 	if info.Header.Store != s.state.id {
 		return info, fmt.Errorf("%w: %s belongs to the resource manager with store %s; clear it with its state directory, or %s first", base.ErrForeign, o.Path, info.Header.Store, takeoverHint)
@@ -287,7 +298,7 @@ func TakeoverDevice(ctx context.Context, o DeviceOptions) (info DeviceInfo, err 
 		return withDevice(o, func(d *device) error {
 			info = infoOf(d.file)
 			if info.Header, err = d.header(); err != nil {
-				return err
+				return headerProblem(o.Path, err)
 			}
 			for _, p := range s.core.Pools() {
 				if p.ID == info.Header.Pool {

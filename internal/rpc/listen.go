@@ -31,7 +31,7 @@ func ListenTCP(host string, port int, insecure bool) (*net.TCPListener, error) {
 		return nil, err
 	}
 	if !loopback && !insecure {
-		return nil, fmt.Errorf("%w: --host %q can be reached from other machines and connections are not encrypted yet; "+
+		return nil, fmt.Errorf("%w: host %q can be reached from other machines and connections are not encrypted yet; "+
 			"use 127.0.0.1, or accept that with --insecure", base.ErrInvalid, host)
 	}
 	l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
@@ -40,7 +40,7 @@ func ListenTCP(host string, port int, insecure bool) (*net.TCPListener, error) {
 		return l.(*net.TCPListener), nil
 	case errors.Is(err, syscall.EADDRINUSE):
 		return nil, fmt.Errorf("%w: port %d of %s is in use by another process; stop it (ss -ltnp 'sport = :%d' names it) "+
-			"or choose another one with --port", base.ErrBusy, port, host, port)
+			"or choose another one (--port, --hot-port, --http-port; `maru up`: --listen 127.0.0.1:0 takes free ones)", base.ErrBusy, port, host, port)
 	case errors.Is(err, syscall.EACCES):
 		return nil, fmt.Errorf("%w: port %d of %s needs privileges; choose one above 1023 with --port: %w",
 			base.ErrDenied, port, host, err)

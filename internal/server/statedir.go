@@ -172,16 +172,16 @@ func corruptState(path string, err error) error {
 }
 
 func stateError(doing, path string, err error) error {
-	kind := base.ErrUnavailable
+	kind, cure := base.ErrUnavailable, "--state-dir must name a directory that this user can write"
 	switch {
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, syscall.EROFS):
 		kind = base.ErrDenied
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
-		kind = base.ErrFull
+		kind, cure = base.ErrFull, "make room there, or give another --state-dir"
 	case errors.Is(err, syscall.ENOTDIR):
 		kind = base.ErrInvalid
 	}
-	return fmt.Errorf("%w: %s %s: %w; --state-dir must name a directory that this user can write", kind, doing, path, err)
+	return fmt.Errorf("%w: %s %s: %w; %s", kind, doing, path, err, cure)
 }
 
 // Close gives the lock up. The lock file stays: its inode is part of the identity.

@@ -79,6 +79,27 @@ func FormatSize(n uint64) string {
 	return strconv.FormatUint(n, 10) + units[unit:unit+1] + "iB"
 }
 
+// AboutSize shows a size as a person reads it: exact where that is short, else with
+// one decimal and "B" for the smallest, so that a column of them is understood.
+func AboutSize(n uint64) string {
+	switch {
+	case n == 0:
+		return "0"
+	case n < 1024:
+		return strconv.FormatUint(n, 10) + "B"
+	}
+	exact := FormatSize(n)
+	if len(exact) <= len("1023GiB") && strings.HasSuffix(exact, "iB") {
+		return exact
+	}
+	units := "KMGTP"
+	value, unit := float64(n)/1024, 0
+	for ; value >= 1023.95 && unit < len(units)-1; unit++ { // it would be shown as 1024.0
+		value /= 1024
+	}
+	return fmt.Sprintf("%.1f%ciB", value, units[unit])
+}
+
 // ParseBool reads 1, true, yes, on and 0, false, no, off, in any case. Errors: ErrInvalid.
 func ParseBool(s string) (bool, error) {
 	switch strings.ToLower(strings.TrimSpace(s)) {

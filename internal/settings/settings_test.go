@@ -420,3 +420,14 @@ func FuzzFile(f *testing.F) {
 		}
 	})
 }
+
+func TestAboutSizeIsShort(t *testing.T) {
+	for n, want := range map[uint64]string{
+		0: "0", 31: "31B", 1023: "1023B", 1 << 10: "1KiB", 1025: "1.0KiB", 144 << 20: "144MiB", 1196484 << 10: "1.1GiB",
+		23592991: "22.5MiB", 4162 << 20: "4162MiB", 24683656 << 10: "23.5GiB", 1<<40 + 1: "1.0TiB", 1<<30 - 1: "1.0GiB", 64 << 30: "64GiB", math.MaxUint64: "16384.0PiB",
+	} {
+		if got := AboutSize(n); got != want {
+			t.Errorf("%d is shown as %q, want %q", n, got, want)
+		}
+	}
+}

@@ -81,6 +81,7 @@ const DefaultListen = "127.0.0.1:5555"
 type Up struct {
 	opt    Options
 	made   []string // what Close removes, in this order
+	pool   string   // path of the emulated pool, if any
 	rm     *rm.Server
 	server *server.Server
 }
@@ -208,8 +209,10 @@ func (u *Up) makeDir() error {
 		return fmt.Errorf("up: directory %q: %w", u.opt.Dir, err)
 	}
 	u.opt.Dir = dir
-	_, err = os.Stat(dir)
+	info, err := os.Stat(dir)
 	switch {
+	case err == nil && !info.IsDir():
+		return fmt.Errorf("%w: --dir %s is no directory; name one, or a path where nothing is yet", base.ErrInvalid, dir)
 	case err == nil:
 		for _, name := range []string{"rm", "server", "pool"} {
 			if _, err := os.Lstat(u.path(name)); err == nil {
@@ -244,15 +247,15 @@ func (u *Up) socket(name string) string {
 }
 
 func (u *Up) startRM(ctx context.Context, host string, port int) error {
-	pool, err := u.poolPath()
-	if err != nil {
+	var err error
+	if u.pool, err = u.poolPath(); err != nil {
 		return err
 	}
 	cfg := rm.Config{
 		Host: host, Port: rm.DefaultPort, Insecure: u.opt.Insecure, UnixPath: u.socket("rm.sock"),
 		StateDir: u.path("rm"), Discovery: rm.DiscoverNone, Overcommit: u.opt.Overcommit,
 		Pools: []rm.PoolSpec{{
-			Kind: dax.KindFile, Path: pool, SizeBytes: u.opt.CXLBytes + poolfmt.DataOffset, Name: "emulated",
+			Kind: dax.KindFile, Path: u.pool, SizeBytes: u.opt.CXLBytes + poolfmt.DataOffset, Name: "emulated",
 			Coherence: base.CoherenceHardware, NUMANode: u.opt.NUMANode,
 		}},
 		Logger: u.opt.Log.With("program", "maru-resource-manager"), Version: u.opt.Version,
@@ -317,6 +320,8 @@ type Addresses struct {
 	ServerUnix string `json:"server_unix"`
 	RM         string `json:"rm,omitempty"`
 	RMUnix     string `json:"rm_unix,omitempty"`
+	Pool       string `json:"pool,omitempty"` // path of the emulated pool
+	PoolBytes  uint64 `json:"pool_bytes,omitempty"`
 	HTTP       string `json:"http,omitempty"`
 	Dir        string `json:"dir"`
 	PID        int    `json:"pid"`
@@ -333,6 +338,7 @@ func (u *Up) Addresses() Addresses {
 	}
 	if u.rm != nil {
 		a.RM, a.RMUnix = u.rm.Address(), u.rm.UnixPath()
+		a.Pool, a.PoolBytes = u.pool, u.opt.CXLBytes
 	}
 	return a
 }
