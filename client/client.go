@@ -55,6 +55,7 @@ type Client struct {
 	unixPath string               // the server's control socket
 	lastOpen *maruv1.OpenResponse // the last that was answered, also when it could not be used
 	manager  manager
+	known    known
 	limited  limiter
 
 	mu struct {

@@ -277,6 +277,7 @@ func TestLostHold(t *testing.T) {
 	reader := open(t, cfg)
 	eventually(t, "the reader's region", func() bool { return f.holdCount() == 2 })
 	// One loss is made good by the same call again; two are not.
+	proofs := f.callCount("prove")
 	f.loseHolds.Store(2)
 	want(t, "load without a hold", loadOne(t, reader, 1, make([]byte, 1000)), base.CodeMiss)
 	eventually(t, "the end of the reader's hold", func() bool { return f.holdCount() == 2 })
@@ -284,7 +285,6 @@ func TestLostHold(t *testing.T) {
 	if f.holdCount() != 3 {
 		t.Fatalf("%d holds", f.holdCount())
 	}
-	proofs := f.callCount("prove")
 	eventually(t, "the domains proved again: the region was only lost for a while", func() bool { return f.callCount("prove") > proofs })
 	second := open(t, cfg)
 	eventually(t, "its region", func() bool { return f.holdCount() == 4 })

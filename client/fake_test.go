@@ -51,6 +51,8 @@ type fake struct {
 	// loseHolds: the answers of that many Hold calls are lost. refuseHolds: all are refused.
 	loseHolds   atomic.Int32
 	refuseHolds atomic.Bool
+	// oldServer: heartbeats do not say which region is the newest.
+	oldServer atomic.Bool
 	// unholdCount is the most regions of an Unhold; 0: any.
 	unholdCount atomic.Int32
 	// coherence of the pool.
@@ -288,6 +290,9 @@ func (f *fake) Heartbeat(ctx context.Context, r *maruv1.HeartbeatRequest) (*maru
 	}
 	f.mu.heartbeats++
 	resp := &maruv1.HeartbeatResponse{Epoch: s.epoch, ServerEpoch: f.mu.serverEpoch, TtlMs: uint32(f.ttl.Load()), Events: &maruv1.EventBatch{}}
+	if !f.oldServer.Load() {
+		resp.NewestRegionId = f.mu.lastRegion
+	}
 	for _, e := range s.events {
 		if e.GetNumber() > r.GetLastEvent() {
 			resp.Events.Events = append(resp.Events.Events, e)
@@ -411,14 +416,20 @@ func (f *fake) DescribeRegions(ctx context.Context, r *maruv1.DescribeRegionsReq
 	if _, err := f.session(ctx); err != nil {
 		return nil, err
 	}
-	f.called("describe")
+	if r.GetAllOfNamespace() {
+		f.called("describe all")
+	} else {
+		f.called("describe")
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	resp := &maruv1.DescribeRegionsResponse{}
 	ids := r.GetRegionIds()
 	if r.GetAllOfNamespace() {
 		for id := range f.mu.regions {
-			ids = append(ids, uint32(id))
+			if uint32(id) > r.GetAfterRegionId() {
+				ids = append(ids, uint32(id))
+			}
 		}
 	}
 	for _, id := range ids {

@@ -227,6 +227,8 @@ func (c *Client) proveDomains(ctx context.Context, l *link, pools []pool) error 
 		return fmt.Errorf("proving domains: %w", err)
 	}
 	l.proved = first == nil
+	c.known.begin(l)
+	c.kick()
 	return first
 }
 

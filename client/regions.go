@@ -141,8 +141,8 @@ func (c *Client) mapRegion(a *maruv1.RegionAccess, poolNumber uint32, own sessio
 	return m, nil
 }
 
-// ensureMapped maps the foreign regions of leased rows that are not mapped yet: one
-// Describe and one Hold for all of them. Errors of single regions are reported to the
+// ensureMapped maps the foreign regions of leased rows that are not mapped yet: one Hold
+// for all of them, and one Describe before it where the session does not know one. Errors of single regions are reported to the
 // server, which counts no hits there for this session from then on.
 func (c *Client) ensureMapped(ctx context.Context, l *link, ids []base.RegionID) {
 	missing := ids[:0]
@@ -161,6 +161,9 @@ func (c *Client) ensureMapped(ctx context.Context, l *link, ids []base.RegionID)
 		if c.mappable(id) {
 			req.RegionIds = append(req.RegionIds, uint32(id))
 		}
+	}
+	if len(req.GetRegionIds()) == 0 || c.holdKnown(ctx, l, req.GetRegionIds()) {
+		return
 	}
 	for ids := range slices.Chunk(req.GetRegionIds(), listCount) {
 		req.RegionIds = ids
@@ -189,6 +192,7 @@ func (c *Client) describeAndMap(ctx context.Context, l *link, req *maruv1.Descri
 		c.limited.warn(c.log, "regions of other writers cannot be described; their keys are misses", "error", err)
 		return
 	}
+	c.known.keep(l, resp.GetRegions())
 	var found []*maruv1.SharedRegion
 	for _, r := range resp.GetRegions() {
 		switch {
@@ -207,9 +211,30 @@ func (c *Client) describeAndMap(ctx context.Context, l *link, req *maruv1.Descri
 	}
 }
 
+// holdKnown holds and maps regions that this session knows without asking the server. It
+// reports false, and has done nothing, when it does not know all of them, or the resource
+// manager refuses: a region may be gone, which the server says. Called under mapMu.
+func (c *Client) holdKnown(ctx context.Context, l *link, ids []uint32) bool {
+	found := c.known.find(l, ids)
+	if len(found) == 0 {
+		return false
+	}
+	accesses, err := c.manager.hold(ctx, l, handlesOf(found))
+	if err != nil && !away(err) && !rpc.OutcomeUnknown(err) {
+		return false
+	}
+	c.mapHeld(ctx, l, found, accesses, err)
+	return true
+}
+
 // holdAndMap is called under mapMu.
 func (c *Client) holdAndMap(ctx context.Context, l *link, found []*maruv1.SharedRegion) {
 	accesses, err := c.manager.hold(ctx, l, handlesOf(found))
+	c.mapHeld(ctx, l, found, accesses, err)
+}
+
+// mapHeld takes the answer to a hold: accesses, or why there are none.
+func (c *Client) mapHeld(ctx context.Context, l *link, found []*maruv1.SharedRegion, accesses []*maruv1.RegionAccess, err error) {
 	if err != nil && len(found) > 1 {
 		// All or nothing: one that drains must not hide the others.
 		for _, r := range found {

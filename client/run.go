@@ -131,6 +131,7 @@ func (c *Client) heartbeat(ctx context.Context, l *link, beat time.Duration) err
 	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0 || c.mu.unprepared || c.mu.growthLost || len(c.mu.unholds) > 0
 	lost := len(core.LostCommits(nil)) > 0
 	c.mu.Unlock()
+	pending = c.known.newest(l, base.RegionID(resp.GetNewestRegionId())) || pending
 	if resp.GetServerEpoch() != uint64(l.serverEpoch) || resp.GetEpoch() != uint32(l.epoch) {
 		return fmt.Errorf("%w: the heartbeat was answered in epoch %d of server epoch %x", base.ErrStale, resp.GetEpoch(), resp.GetServerEpoch())
 	}

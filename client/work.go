@@ -40,6 +40,7 @@ func (c *Client) work() {
 		c.deleteCorrupt(l)
 		c.finishGrowth(l)
 		c.refill()
+		c.learn(l)
 	}
 }
 

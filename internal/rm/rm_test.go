@@ -3,11 +3,14 @@ package rm
 import (
 	"context"
 	"crypto/sha256"
+	"errors"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"testing"
 	"time"
+
+	"google.golang.org/protobuf/proto"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
@@ -99,6 +102,28 @@ func (o owner) allocate(t testing.TB, c maruv1.ResourceManagerClient, op uint64)
 		t.Fatal(err)
 	}
 	return r
+}
+
+// The answer to Allocate has the read capability, a repeated one too: it is what MintRead
+// gives, and no more.
+func TestAllocateGivesReadCapability(t *testing.T) {
+	s := newFixture(t).start()
+	c := client(t, over(s))
+	o := startOwner(t, c, newID())
+	for range 2 {
+		a := o.allocate(t, c, 1)
+		minted, err := c.MintRead(ctxOf(t), &maruv1.MintReadRequest{Handles: []*maruv1.RegionHandle{a.GetHandle()}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if read := a.GetReadHandle(); !read.GetReadOnly() || !proto.Equal(read, minted.GetHandles()[0]) {
+			t.Fatalf("read capability %v, minted %v", read, minted.GetHandles()[0])
+		}
+		_, err = c.MintRead(ctxOf(t), &maruv1.MintReadRequest{Handles: []*maruv1.RegionHandle{a.GetReadHandle()}})
+		if !errors.Is(err, base.ErrDenied) {
+			t.Fatalf("a read capability is as good as a write capability: %v", err)
+		}
+	}
 }
 
 func TestLifeOverRestart(t *testing.T) {

@@ -90,8 +90,18 @@ func (s *service) Allocate(ctx context.Context, req *maruv1.AllocateRequest) (*m
 	}
 	copy(in.Namespace[:], req.GetNamespaceDigest())
 	var out core.Allocated
+	answer := &maruv1.AllocateResponse{}
 	err := s.do(ctx, &job{
-		run: func(b *core.Batch) (err error) { out, err = s.core.Allocate(b, nowMS(), in); return err },
+		run: func(b *core.Batch) (err error) {
+			if out, err = s.core.Allocate(b, nowMS(), in); err != nil {
+				return err
+			}
+			// With the answer, so that no reader has to wait until the server has asked for it.
+			if read, err := s.core.MintRead(out.Handle); err == nil {
+				answer.ReadHandle = handleOut(read)
+			}
+			return nil
+		},
 		device: func() error {
 			if !out.Prepare {
 				return nil
@@ -102,7 +112,8 @@ func (s *service) Allocate(ctx context.Context, req *maruv1.AllocateRequest) (*m
 	if err != nil {
 		return nil, err
 	}
-	return &maruv1.AllocateResponse{Handle: handleOut(out.Handle), Place: placeOut(out.Region)}, nil
+	answer.Handle, answer.Place = handleOut(out.Handle), placeOut(out.Region)
+	return answer, nil
 }
 
 func (s *service) Free(ctx context.Context, req *maruv1.FreeRequest) (*maruv1.FreeResponse, error) {

@@ -338,5 +338,6 @@ func (c *control) Heartbeat(ctx context.Context, m *maruv1.HeartbeatRequest) (*m
 	return &maruv1.HeartbeatResponse{
 		Epoch: uint32(sess.epoch), ServerEpoch: uint64(s.epoch), Events: &maruv1.EventBatch{Events: events},
 		TtlMs: milliseconds(s.cfg.TTL), OwnerIncarnation: uint32(incarnation), Workers: workers,
+		NewestRegionId: s.newest.id.Load(),
 	}, nil
 }

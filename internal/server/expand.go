@@ -285,6 +285,9 @@ func (s *Server) allocate(ticket *directory.ExpandTicket) (directory.RegionGrant
 			grant, err2 = d.ExpandFinish(now, ticket, answer, err)
 			return err2
 		})
+		if finish == nil {
+			s.newest.raise(grant.Region) // readers may ask for it from now on
+		}
 		return grant, finish
 	}
 }
@@ -306,6 +309,9 @@ func (s *Server) allocateOnce(t *directory.ExpandTicket) (_ *directory.RegionGra
 		return nil, true, s.checkFenced(err)
 	}
 	grant, err := grantOf(answer)
+	if err == nil {
+		s.tokens.keep(answer.GetReadHandle())
+	}
 	return grant, true, err
 }
 

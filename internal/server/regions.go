@@ -1,9 +1,12 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
@@ -42,9 +45,15 @@ func (t *readTokens) get(at regionAt, incarnation base.Incarnation) []byte {
 	return nil
 }
 
-func (t *readTokens) put(at regionAt, incarnation base.Incarnation, token []byte) {
+// keep takes a read capability of the RM; what is none is not kept, and asked for when it
+// is needed.
+func (t *readTokens) keep(h *maruv1.RegionHandle) {
+	pool, err := base.IDFromBytes("pool_id", h.GetPoolId())
+	if err != nil || !h.GetReadOnly() || len(h.GetToken()) == 0 {
+		return
+	}
 	t.mu.Lock()
-	t.mu.byRegion[at] = readToken{incarnation, token}
+	t.mu.byRegion[regionAt{pool, base.RegionID(h.GetRegionId())}] = readToken{base.Incarnation(h.GetIncarnation()), h.GetToken()}
 	t.mu.Unlock()
 }
 
@@ -85,12 +94,39 @@ func (c *control) DescribeRegions(ctx context.Context, m *maruv1.DescribeRegions
 	if err != nil {
 		return nil, fmt.Errorf("describe regions: %w", err)
 	}
+	if m.GetAllOfNamespace() {
+		infos = newestRegions(infos, base.RegionID(m.GetAfterRegionId()), int(m.GetMaxCount()))
+	}
 	mintErr := s.mintReadTokens(ctx, infos)
 	answer := &maruv1.DescribeRegionsResponse{Regions: make([]*maruv1.SharedRegion, 0, len(infos))}
 	for i := range infos {
 		answer.Regions = append(answer.Regions, s.sharedRegion(&infos[i], mintErr))
 	}
 	return answer, nil
+}
+
+// newestRegions leaves the regions of ids above after, at most so many of the highest ids;
+// 0 means all.
+func newestRegions(infos []directory.RegionInfo, after base.RegionID, most int) []directory.RegionInfo {
+	infos = slices.DeleteFunc(infos, func(i directory.RegionInfo) bool { return i.Region <= after })
+	if most == 0 || len(infos) <= most {
+		return infos
+	}
+	slices.SortFunc(infos, func(x, y directory.RegionInfo) int { return cmp.Compare(y.Region, x.Region) })
+	return infos[:most]
+}
+
+// newestRegion is the highest id of a shared region that the RM gave this server. Regions of
+// older incarnations have lower ones.
+type newestRegion struct{ id atomic.Uint32 }
+
+func (n *newestRegion) raise(id base.RegionID) {
+	for {
+		have := n.id.Load()
+		if uint32(id) <= have || n.id.CompareAndSwap(have, uint32(id)) {
+			return
+		}
+	}
 }
 
 func (s *Server) sharedRegion(info *directory.RegionInfo, mintErr error) *maruv1.SharedRegion {
@@ -149,13 +185,7 @@ func (s *Server) mint(ctx context.Context, handles []*maruv1.RegionHandle) error
 		return fmt.Errorf("read capabilities: %w", s.checkFenced(err))
 	}
 	for _, h := range answer.GetHandles() {
-		pool, err := base.IDFromBytes("pool_id", h.GetPoolId())
-		if err != nil {
-			return err
-		}
-		if h.GetReadOnly() && len(h.GetToken()) > 0 {
-			s.tokens.put(regionAt{pool, base.RegionID(h.GetRegionId())}, base.Incarnation(h.GetIncarnation()), h.GetToken())
-		}
+		s.tokens.keep(h)
 	}
 	return nil
 }

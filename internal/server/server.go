@@ -53,6 +53,7 @@ type Server struct {
 	deletes  deleteWaiters
 	flights  flights
 	tokens   readTokens
+	newest   newestRegion
 	sweepNow chan struct{}
 
 	hot     *hotPlane

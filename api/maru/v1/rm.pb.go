@@ -730,6 +730,7 @@ type AllocateResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Handle        *RegionHandle          `protobuf:"bytes,1,opt,name=handle,proto3" json:"handle,omitempty"` // write capability
 	Place         *RegionPlace           `protobuf:"bytes,2,opt,name=place,proto3" json:"place,omitempty"`
+	ReadHandle    *RegionHandle          `protobuf:"bytes,3,opt,name=read_handle,json=readHandle,proto3" json:"read_handle,omitempty"` // read capability; from an older RM absent: MintRead gives it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -774,6 +775,13 @@ func (x *AllocateResponse) GetHandle() *RegionHandle {
 func (x *AllocateResponse) GetPlace() *RegionPlace {
 	if x != nil {
 		return x.Place
+	}
+	return nil
+}
+
+func (x *AllocateResponse) GetReadHandle() *RegionHandle {
+	if x != nil {
+		return x.ReadHandle
 	}
 	return nil
 }
@@ -5032,10 +5040,12 @@ const file_maru_v1_rm_proto_rawDesc = "" +
 	"\apool_id\x18\t \x01(\fR\x06poolId\x12$\n" +
 	"\vowner_token\x18\n" +
 	" \x01(\fB\x03\x80\x01\x01R\n" +
-	"ownerToken\"m\n" +
+	"ownerToken\"\xa5\x01\n" +
 	"\x10AllocateResponse\x12-\n" +
 	"\x06handle\x18\x01 \x01(\v2\x15.maru.v1.RegionHandleR\x06handle\x12*\n" +
-	"\x05place\x18\x02 \x01(\v2\x14.maru.v1.RegionPlaceR\x05place\"\x9f\x01\n" +
+	"\x05place\x18\x02 \x01(\v2\x14.maru.v1.RegionPlaceR\x05place\x126\n" +
+	"\vread_handle\x18\x03 \x01(\v2\x15.maru.v1.RegionHandleR\n" +
+	"readHandle\"\x9f\x01\n" +
 	"\vFreeRequest\x12\x19\n" +
 	"\bowner_id\x18\x01 \x01(\fR\aownerId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12-\n" +
@@ -5522,109 +5532,110 @@ var file_maru_v1_rm_proto_depIdxs = []int32{
 	0,  // 7: maru.v1.PoolInfo.state:type_name -> maru.v1.PoolState
 	81, // 8: maru.v1.AllocateResponse.handle:type_name -> maru.v1.RegionHandle
 	82, // 9: maru.v1.AllocateResponse.place:type_name -> maru.v1.RegionPlace
-	81, // 10: maru.v1.FreeRequest.handle:type_name -> maru.v1.RegionHandle
-	81, // 11: maru.v1.MintReadRequest.handles:type_name -> maru.v1.RegionHandle
-	81, // 12: maru.v1.MintReadResponse.handles:type_name -> maru.v1.RegionHandle
-	81, // 13: maru.v1.GetAccessRequest.handles:type_name -> maru.v1.RegionHandle
-	81, // 14: maru.v1.RegionAccess.handle:type_name -> maru.v1.RegionHandle
-	82, // 15: maru.v1.RegionAccess.place:type_name -> maru.v1.RegionPlace
-	80, // 16: maru.v1.RegionAccess.device_kind:type_name -> maru.v1.DeviceKind
-	79, // 17: maru.v1.RegionAccess.coherence:type_name -> maru.v1.Coherence
-	83, // 18: maru.v1.RegionAccess.problem:type_name -> maru.v1.Problem
-	14, // 19: maru.v1.GetAccessResponse.regions:type_name -> maru.v1.RegionAccess
-	81, // 20: maru.v1.HoldRequest.handles:type_name -> maru.v1.RegionHandle
-	14, // 21: maru.v1.HoldResponse.regions:type_name -> maru.v1.RegionAccess
-	81, // 22: maru.v1.UnholdRequest.handles:type_name -> maru.v1.RegionHandle
-	80, // 23: maru.v1.StartDomainProofResponse.device_kind:type_name -> maru.v1.DeviceKind
-	79, // 24: maru.v1.StartDomainProofResponse.coherence:type_name -> maru.v1.Coherence
-	34, // 25: maru.v1.OwnerEvent.session_gone:type_name -> maru.v1.SessionGone
-	35, // 26: maru.v1.OwnerEvent.region_freed:type_name -> maru.v1.RegionFreed
-	36, // 27: maru.v1.OwnerEvent.fenced:type_name -> maru.v1.OwnerFenced
-	37, // 28: maru.v1.OwnerEvent.snapshot:type_name -> maru.v1.Snapshot
-	4,  // 29: maru.v1.ListPoolsResponse.pools:type_name -> maru.v1.PoolInfo
-	1,  // 30: maru.v1.RegionInfo.state:type_name -> maru.v1.RegionState
-	82, // 31: maru.v1.RegionInfo.place:type_name -> maru.v1.RegionPlace
-	81, // 32: maru.v1.RegionInfo.handle:type_name -> maru.v1.RegionHandle
-	42, // 33: maru.v1.ListRegionsResponse.regions:type_name -> maru.v1.RegionInfo
-	84, // 34: maru.v1.HoldInfo.process:type_name -> maru.v1.ProcessID
-	45, // 35: maru.v1.ListHoldsResponse.holds:type_name -> maru.v1.HoldInfo
-	48, // 36: maru.v1.ListOwnersResponse.owners:type_name -> maru.v1.OwnerInfo
-	84, // 37: maru.v1.VouchSessionRequest.process:type_name -> maru.v1.ProcessID
-	62, // 38: maru.v1.ReportProcessesRequest.ended:type_name -> maru.v1.EndedProcess
-	63, // 39: maru.v1.ReportProcessesRequest.unwatched:type_name -> maru.v1.UnwatchedProcess
-	84, // 40: maru.v1.EndedProcess.process:type_name -> maru.v1.ProcessID
-	81, // 41: maru.v1.EndedProcess.written_back:type_name -> maru.v1.RegionHandle
-	84, // 42: maru.v1.UnwatchedProcess.process:type_name -> maru.v1.ProcessID
-	65, // 43: maru.v1.ReportProcessesResponse.ended:type_name -> maru.v1.EndedAnswer
-	14, // 44: maru.v1.EndedAnswer.write_back:type_name -> maru.v1.RegionAccess
-	66, // 45: maru.v1.ListAgentsResponse.agents:type_name -> maru.v1.AgentInfo
-	75, // 46: maru.v1.DescribeWatcherRequest.version:type_name -> maru.v1.ProtocolVersion
-	75, // 47: maru.v1.BindSessionRequest.version:type_name -> maru.v1.ProtocolVersion
-	2,  // 48: maru.v1.ResourceManager.Describe:input_type -> maru.v1.DescribeRequest
-	5,  // 49: maru.v1.ResourceManager.StartOwner:input_type -> maru.v1.StartOwnerRequest
-	7,  // 50: maru.v1.ResourceManager.Allocate:input_type -> maru.v1.AllocateRequest
-	9,  // 51: maru.v1.ResourceManager.Free:input_type -> maru.v1.FreeRequest
-	11, // 52: maru.v1.ResourceManager.MintRead:input_type -> maru.v1.MintReadRequest
-	13, // 53: maru.v1.ResourceManager.GetAccess:input_type -> maru.v1.GetAccessRequest
-	16, // 54: maru.v1.ResourceManager.Hold:input_type -> maru.v1.HoldRequest
-	18, // 55: maru.v1.ResourceManager.Unhold:input_type -> maru.v1.UnholdRequest
-	20, // 56: maru.v1.ResourceManager.ResetHolds:input_type -> maru.v1.ResetHoldsRequest
-	57, // 57: maru.v1.ResourceManager.StartAgent:input_type -> maru.v1.StartAgentRequest
-	59, // 58: maru.v1.ResourceManager.VouchSession:input_type -> maru.v1.VouchSessionRequest
-	61, // 59: maru.v1.ResourceManager.ReportProcesses:input_type -> maru.v1.ReportProcessesRequest
-	22, // 60: maru.v1.ResourceManager.StartDomainProof:input_type -> maru.v1.StartDomainProofRequest
-	24, // 61: maru.v1.ResourceManager.FinishDomainProof:input_type -> maru.v1.FinishDomainProofRequest
-	26, // 62: maru.v1.ResourceManager.CheckDomainProof:input_type -> maru.v1.CheckDomainProofRequest
-	55, // 63: maru.v1.ResourceManager.CheckSession:input_type -> maru.v1.CheckSessionRequest
-	28, // 64: maru.v1.ResourceManager.ReadRecords:input_type -> maru.v1.ReadRecordsRequest
-	30, // 65: maru.v1.ResourceManager.ClearRecords:input_type -> maru.v1.ClearRecordsRequest
-	32, // 66: maru.v1.ResourceManager.WatchOwner:input_type -> maru.v1.WatchOwnerRequest
-	38, // 67: maru.v1.ResourceManager.WatchSession:input_type -> maru.v1.WatchSessionRequest
-	40, // 68: maru.v1.ResourceManager.ListPools:input_type -> maru.v1.ListPoolsRequest
-	43, // 69: maru.v1.ResourceManager.ListRegions:input_type -> maru.v1.ListRegionsRequest
-	46, // 70: maru.v1.ResourceManager.ListHolds:input_type -> maru.v1.ListHoldsRequest
-	49, // 71: maru.v1.ResourceManager.ListOwners:input_type -> maru.v1.ListOwnersRequest
-	67, // 72: maru.v1.ResourceManager.ListAgents:input_type -> maru.v1.ListAgentsRequest
-	51, // 73: maru.v1.ResourceManager.DropHolds:input_type -> maru.v1.DropHoldsRequest
-	53, // 74: maru.v1.ResourceManager.DropOwner:input_type -> maru.v1.DropOwnerRequest
-	69, // 75: maru.v1.ResourceManager.DropAgent:input_type -> maru.v1.DropAgentRequest
-	71, // 76: maru.v1.NodeWatcher.DescribeWatcher:input_type -> maru.v1.DescribeWatcherRequest
-	73, // 77: maru.v1.NodeWatcher.BindSession:input_type -> maru.v1.BindSessionRequest
-	3,  // 78: maru.v1.ResourceManager.Describe:output_type -> maru.v1.DescribeResponse
-	6,  // 79: maru.v1.ResourceManager.StartOwner:output_type -> maru.v1.StartOwnerResponse
-	8,  // 80: maru.v1.ResourceManager.Allocate:output_type -> maru.v1.AllocateResponse
-	10, // 81: maru.v1.ResourceManager.Free:output_type -> maru.v1.FreeResponse
-	12, // 82: maru.v1.ResourceManager.MintRead:output_type -> maru.v1.MintReadResponse
-	15, // 83: maru.v1.ResourceManager.GetAccess:output_type -> maru.v1.GetAccessResponse
-	17, // 84: maru.v1.ResourceManager.Hold:output_type -> maru.v1.HoldResponse
-	19, // 85: maru.v1.ResourceManager.Unhold:output_type -> maru.v1.UnholdResponse
-	21, // 86: maru.v1.ResourceManager.ResetHolds:output_type -> maru.v1.ResetHoldsResponse
-	58, // 87: maru.v1.ResourceManager.StartAgent:output_type -> maru.v1.StartAgentResponse
-	60, // 88: maru.v1.ResourceManager.VouchSession:output_type -> maru.v1.VouchSessionResponse
-	64, // 89: maru.v1.ResourceManager.ReportProcesses:output_type -> maru.v1.ReportProcessesResponse
-	23, // 90: maru.v1.ResourceManager.StartDomainProof:output_type -> maru.v1.StartDomainProofResponse
-	25, // 91: maru.v1.ResourceManager.FinishDomainProof:output_type -> maru.v1.FinishDomainProofResponse
-	27, // 92: maru.v1.ResourceManager.CheckDomainProof:output_type -> maru.v1.CheckDomainProofResponse
-	56, // 93: maru.v1.ResourceManager.CheckSession:output_type -> maru.v1.CheckSessionResponse
-	29, // 94: maru.v1.ResourceManager.ReadRecords:output_type -> maru.v1.ReadRecordsResponse
-	31, // 95: maru.v1.ResourceManager.ClearRecords:output_type -> maru.v1.ClearRecordsResponse
-	33, // 96: maru.v1.ResourceManager.WatchOwner:output_type -> maru.v1.OwnerEvent
-	39, // 97: maru.v1.ResourceManager.WatchSession:output_type -> maru.v1.SessionRegionEvent
-	41, // 98: maru.v1.ResourceManager.ListPools:output_type -> maru.v1.ListPoolsResponse
-	44, // 99: maru.v1.ResourceManager.ListRegions:output_type -> maru.v1.ListRegionsResponse
-	47, // 100: maru.v1.ResourceManager.ListHolds:output_type -> maru.v1.ListHoldsResponse
-	50, // 101: maru.v1.ResourceManager.ListOwners:output_type -> maru.v1.ListOwnersResponse
-	68, // 102: maru.v1.ResourceManager.ListAgents:output_type -> maru.v1.ListAgentsResponse
-	52, // 103: maru.v1.ResourceManager.DropHolds:output_type -> maru.v1.DropHoldsResponse
-	54, // 104: maru.v1.ResourceManager.DropOwner:output_type -> maru.v1.DropOwnerResponse
-	70, // 105: maru.v1.ResourceManager.DropAgent:output_type -> maru.v1.DropAgentResponse
-	72, // 106: maru.v1.NodeWatcher.DescribeWatcher:output_type -> maru.v1.DescribeWatcherResponse
-	74, // 107: maru.v1.NodeWatcher.BindSession:output_type -> maru.v1.BindSessionResponse
-	78, // [78:108] is the sub-list for method output_type
-	48, // [48:78] is the sub-list for method input_type
-	48, // [48:48] is the sub-list for extension type_name
-	48, // [48:48] is the sub-list for extension extendee
-	0,  // [0:48] is the sub-list for field type_name
+	81, // 10: maru.v1.AllocateResponse.read_handle:type_name -> maru.v1.RegionHandle
+	81, // 11: maru.v1.FreeRequest.handle:type_name -> maru.v1.RegionHandle
+	81, // 12: maru.v1.MintReadRequest.handles:type_name -> maru.v1.RegionHandle
+	81, // 13: maru.v1.MintReadResponse.handles:type_name -> maru.v1.RegionHandle
+	81, // 14: maru.v1.GetAccessRequest.handles:type_name -> maru.v1.RegionHandle
+	81, // 15: maru.v1.RegionAccess.handle:type_name -> maru.v1.RegionHandle
+	82, // 16: maru.v1.RegionAccess.place:type_name -> maru.v1.RegionPlace
+	80, // 17: maru.v1.RegionAccess.device_kind:type_name -> maru.v1.DeviceKind
+	79, // 18: maru.v1.RegionAccess.coherence:type_name -> maru.v1.Coherence
+	83, // 19: maru.v1.RegionAccess.problem:type_name -> maru.v1.Problem
+	14, // 20: maru.v1.GetAccessResponse.regions:type_name -> maru.v1.RegionAccess
+	81, // 21: maru.v1.HoldRequest.handles:type_name -> maru.v1.RegionHandle
+	14, // 22: maru.v1.HoldResponse.regions:type_name -> maru.v1.RegionAccess
+	81, // 23: maru.v1.UnholdRequest.handles:type_name -> maru.v1.RegionHandle
+	80, // 24: maru.v1.StartDomainProofResponse.device_kind:type_name -> maru.v1.DeviceKind
+	79, // 25: maru.v1.StartDomainProofResponse.coherence:type_name -> maru.v1.Coherence
+	34, // 26: maru.v1.OwnerEvent.session_gone:type_name -> maru.v1.SessionGone
+	35, // 27: maru.v1.OwnerEvent.region_freed:type_name -> maru.v1.RegionFreed
+	36, // 28: maru.v1.OwnerEvent.fenced:type_name -> maru.v1.OwnerFenced
+	37, // 29: maru.v1.OwnerEvent.snapshot:type_name -> maru.v1.Snapshot
+	4,  // 30: maru.v1.ListPoolsResponse.pools:type_name -> maru.v1.PoolInfo
+	1,  // 31: maru.v1.RegionInfo.state:type_name -> maru.v1.RegionState
+	82, // 32: maru.v1.RegionInfo.place:type_name -> maru.v1.RegionPlace
+	81, // 33: maru.v1.RegionInfo.handle:type_name -> maru.v1.RegionHandle
+	42, // 34: maru.v1.ListRegionsResponse.regions:type_name -> maru.v1.RegionInfo
+	84, // 35: maru.v1.HoldInfo.process:type_name -> maru.v1.ProcessID
+	45, // 36: maru.v1.ListHoldsResponse.holds:type_name -> maru.v1.HoldInfo
+	48, // 37: maru.v1.ListOwnersResponse.owners:type_name -> maru.v1.OwnerInfo
+	84, // 38: maru.v1.VouchSessionRequest.process:type_name -> maru.v1.ProcessID
+	62, // 39: maru.v1.ReportProcessesRequest.ended:type_name -> maru.v1.EndedProcess
+	63, // 40: maru.v1.ReportProcessesRequest.unwatched:type_name -> maru.v1.UnwatchedProcess
+	84, // 41: maru.v1.EndedProcess.process:type_name -> maru.v1.ProcessID
+	81, // 42: maru.v1.EndedProcess.written_back:type_name -> maru.v1.RegionHandle
+	84, // 43: maru.v1.UnwatchedProcess.process:type_name -> maru.v1.ProcessID
+	65, // 44: maru.v1.ReportProcessesResponse.ended:type_name -> maru.v1.EndedAnswer
+	14, // 45: maru.v1.EndedAnswer.write_back:type_name -> maru.v1.RegionAccess
+	66, // 46: maru.v1.ListAgentsResponse.agents:type_name -> maru.v1.AgentInfo
+	75, // 47: maru.v1.DescribeWatcherRequest.version:type_name -> maru.v1.ProtocolVersion
+	75, // 48: maru.v1.BindSessionRequest.version:type_name -> maru.v1.ProtocolVersion
+	2,  // 49: maru.v1.ResourceManager.Describe:input_type -> maru.v1.DescribeRequest
+	5,  // 50: maru.v1.ResourceManager.StartOwner:input_type -> maru.v1.StartOwnerRequest
+	7,  // 51: maru.v1.ResourceManager.Allocate:input_type -> maru.v1.AllocateRequest
+	9,  // 52: maru.v1.ResourceManager.Free:input_type -> maru.v1.FreeRequest
+	11, // 53: maru.v1.ResourceManager.MintRead:input_type -> maru.v1.MintReadRequest
+	13, // 54: maru.v1.ResourceManager.GetAccess:input_type -> maru.v1.GetAccessRequest
+	16, // 55: maru.v1.ResourceManager.Hold:input_type -> maru.v1.HoldRequest
+	18, // 56: maru.v1.ResourceManager.Unhold:input_type -> maru.v1.UnholdRequest
+	20, // 57: maru.v1.ResourceManager.ResetHolds:input_type -> maru.v1.ResetHoldsRequest
+	57, // 58: maru.v1.ResourceManager.StartAgent:input_type -> maru.v1.StartAgentRequest
+	59, // 59: maru.v1.ResourceManager.VouchSession:input_type -> maru.v1.VouchSessionRequest
+	61, // 60: maru.v1.ResourceManager.ReportProcesses:input_type -> maru.v1.ReportProcessesRequest
+	22, // 61: maru.v1.ResourceManager.StartDomainProof:input_type -> maru.v1.StartDomainProofRequest
+	24, // 62: maru.v1.ResourceManager.FinishDomainProof:input_type -> maru.v1.FinishDomainProofRequest
+	26, // 63: maru.v1.ResourceManager.CheckDomainProof:input_type -> maru.v1.CheckDomainProofRequest
+	55, // 64: maru.v1.ResourceManager.CheckSession:input_type -> maru.v1.CheckSessionRequest
+	28, // 65: maru.v1.ResourceManager.ReadRecords:input_type -> maru.v1.ReadRecordsRequest
+	30, // 66: maru.v1.ResourceManager.ClearRecords:input_type -> maru.v1.ClearRecordsRequest
+	32, // 67: maru.v1.ResourceManager.WatchOwner:input_type -> maru.v1.WatchOwnerRequest
+	38, // 68: maru.v1.ResourceManager.WatchSession:input_type -> maru.v1.WatchSessionRequest
+	40, // 69: maru.v1.ResourceManager.ListPools:input_type -> maru.v1.ListPoolsRequest
+	43, // 70: maru.v1.ResourceManager.ListRegions:input_type -> maru.v1.ListRegionsRequest
+	46, // 71: maru.v1.ResourceManager.ListHolds:input_type -> maru.v1.ListHoldsRequest
+	49, // 72: maru.v1.ResourceManager.ListOwners:input_type -> maru.v1.ListOwnersRequest
+	67, // 73: maru.v1.ResourceManager.ListAgents:input_type -> maru.v1.ListAgentsRequest
+	51, // 74: maru.v1.ResourceManager.DropHolds:input_type -> maru.v1.DropHoldsRequest
+	53, // 75: maru.v1.ResourceManager.DropOwner:input_type -> maru.v1.DropOwnerRequest
+	69, // 76: maru.v1.ResourceManager.DropAgent:input_type -> maru.v1.DropAgentRequest
+	71, // 77: maru.v1.NodeWatcher.DescribeWatcher:input_type -> maru.v1.DescribeWatcherRequest
+	73, // 78: maru.v1.NodeWatcher.BindSession:input_type -> maru.v1.BindSessionRequest
+	3,  // 79: maru.v1.ResourceManager.Describe:output_type -> maru.v1.DescribeResponse
+	6,  // 80: maru.v1.ResourceManager.StartOwner:output_type -> maru.v1.StartOwnerResponse
+	8,  // 81: maru.v1.ResourceManager.Allocate:output_type -> maru.v1.AllocateResponse
+	10, // 82: maru.v1.ResourceManager.Free:output_type -> maru.v1.FreeResponse
+	12, // 83: maru.v1.ResourceManager.MintRead:output_type -> maru.v1.MintReadResponse
+	15, // 84: maru.v1.ResourceManager.GetAccess:output_type -> maru.v1.GetAccessResponse
+	17, // 85: maru.v1.ResourceManager.Hold:output_type -> maru.v1.HoldResponse
+	19, // 86: maru.v1.ResourceManager.Unhold:output_type -> maru.v1.UnholdResponse
+	21, // 87: maru.v1.ResourceManager.ResetHolds:output_type -> maru.v1.ResetHoldsResponse
+	58, // 88: maru.v1.ResourceManager.StartAgent:output_type -> maru.v1.StartAgentResponse
+	60, // 89: maru.v1.ResourceManager.VouchSession:output_type -> maru.v1.VouchSessionResponse
+	64, // 90: maru.v1.ResourceManager.ReportProcesses:output_type -> maru.v1.ReportProcessesResponse
+	23, // 91: maru.v1.ResourceManager.StartDomainProof:output_type -> maru.v1.StartDomainProofResponse
+	25, // 92: maru.v1.ResourceManager.FinishDomainProof:output_type -> maru.v1.FinishDomainProofResponse
+	27, // 93: maru.v1.ResourceManager.CheckDomainProof:output_type -> maru.v1.CheckDomainProofResponse
+	56, // 94: maru.v1.ResourceManager.CheckSession:output_type -> maru.v1.CheckSessionResponse
+	29, // 95: maru.v1.ResourceManager.ReadRecords:output_type -> maru.v1.ReadRecordsResponse
+	31, // 96: maru.v1.ResourceManager.ClearRecords:output_type -> maru.v1.ClearRecordsResponse
+	33, // 97: maru.v1.ResourceManager.WatchOwner:output_type -> maru.v1.OwnerEvent
+	39, // 98: maru.v1.ResourceManager.WatchSession:output_type -> maru.v1.SessionRegionEvent
+	41, // 99: maru.v1.ResourceManager.ListPools:output_type -> maru.v1.ListPoolsResponse
+	44, // 100: maru.v1.ResourceManager.ListRegions:output_type -> maru.v1.ListRegionsResponse
+	47, // 101: maru.v1.ResourceManager.ListHolds:output_type -> maru.v1.ListHoldsResponse
+	50, // 102: maru.v1.ResourceManager.ListOwners:output_type -> maru.v1.ListOwnersResponse
+	68, // 103: maru.v1.ResourceManager.ListAgents:output_type -> maru.v1.ListAgentsResponse
+	52, // 104: maru.v1.ResourceManager.DropHolds:output_type -> maru.v1.DropHoldsResponse
+	54, // 105: maru.v1.ResourceManager.DropOwner:output_type -> maru.v1.DropOwnerResponse
+	70, // 106: maru.v1.ResourceManager.DropAgent:output_type -> maru.v1.DropAgentResponse
+	72, // 107: maru.v1.NodeWatcher.DescribeWatcher:output_type -> maru.v1.DescribeWatcherResponse
+	74, // 108: maru.v1.NodeWatcher.BindSession:output_type -> maru.v1.BindSessionResponse
+	79, // [79:109] is the sub-list for method output_type
+	49, // [49:79] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_maru_v1_rm_proto_init() }

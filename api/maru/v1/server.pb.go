@@ -1022,8 +1022,11 @@ type HeartbeatResponse struct {
 	TtlMs            uint32                 `protobuf:"varint,4,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"`
 	OwnerIncarnation uint32                 `protobuf:"varint,5,opt,name=owner_incarnation,json=ownerIncarnation,proto3" json:"owner_incarnation,omitempty"`
 	Workers          []*EngineWorker        `protobuf:"bytes,6,rep,name=workers,proto3" json:"workers,omitempty"` // as in OpenResponse
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// The newest region of a shared pool that this server granted, to whomever; 0: none, or
+	// the server does not say. A client may ask what is behind those that it knows.
+	NewestRegionId uint32 `protobuf:"varint,7,opt,name=newest_region_id,json=newestRegionId,proto3" json:"newest_region_id,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *HeartbeatResponse) Reset() {
@@ -1096,6 +1099,13 @@ func (x *HeartbeatResponse) GetWorkers() []*EngineWorker {
 		return x.Workers
 	}
 	return nil
+}
+
+func (x *HeartbeatResponse) GetNewestRegionId() uint32 {
+	if x != nil {
+		return x.NewestRegionId
+	}
+	return 0
 }
 
 type EventsRequest struct {
@@ -1871,7 +1881,9 @@ func (*ReturnResponse) Descriptor() ([]byte, []int) {
 type DescribeRegionsRequest struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
 	RegionIds      []uint32               `protobuf:"varint,1,rep,packed,name=region_ids,json=regionIds,proto3" json:"region_ids,omitempty"`           // shared pools only; at most 1024
-	AllOfNamespace bool                   `protobuf:"varint,2,opt,name=all_of_namespace,json=allOfNamespace,proto3" json:"all_of_namespace,omitempty"` // eager map: every region of the caller's namespace
+	AllOfNamespace bool                   `protobuf:"varint,2,opt,name=all_of_namespace,json=allOfNamespace,proto3" json:"all_of_namespace,omitempty"` // every region of the caller's namespace; region_ids is not read
+	AfterRegionId  uint32                 `protobuf:"varint,3,opt,name=after_region_id,json=afterRegionId,proto3" json:"after_region_id,omitempty"`    // with all_of_namespace: only those of higher ids
+	MaxCount       uint32                 `protobuf:"varint,4,opt,name=max_count,json=maxCount,proto3" json:"max_count,omitempty"`                     // with all_of_namespace: at most so many, those of the highest ids; 0: all
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1918,6 +1930,20 @@ func (x *DescribeRegionsRequest) GetAllOfNamespace() bool {
 		return x.AllOfNamespace
 	}
 	return false
+}
+
+func (x *DescribeRegionsRequest) GetAfterRegionId() uint32 {
+	if x != nil {
+		return x.AfterRegionId
+	}
+	return 0
+}
+
+func (x *DescribeRegionsRequest) GetMaxCount() uint32 {
+	if x != nil {
+		return x.MaxCount
+	}
+	return 0
 }
 
 type SharedRegion struct {
@@ -3063,14 +3089,15 @@ const file_maru_v1_server_proto_rawDesc = "" +
 	"\x04uses\x18\x02 \x03(\v2\x10.maru.v1.PoolUseR\x04uses\x12\x1d\n" +
 	"\n" +
 	"last_event\x18\x03 \x01(\x04R\tlastEvent\x12\x1c\n" +
-	"\twatermark\x18\x04 \x01(\x04R\twatermark\"\xee\x01\n" +
+	"\twatermark\x18\x04 \x01(\x04R\twatermark\"\x98\x02\n" +
 	"\x11HeartbeatResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12!\n" +
 	"\fserver_epoch\x18\x02 \x01(\x04R\vserverEpoch\x12+\n" +
 	"\x06events\x18\x03 \x01(\v2\x13.maru.v1.EventBatchR\x06events\x12\x15\n" +
 	"\x06ttl_ms\x18\x04 \x01(\rR\x05ttlMs\x12+\n" +
 	"\x11owner_incarnation\x18\x05 \x01(\rR\x10ownerIncarnation\x12/\n" +
-	"\aworkers\x18\x06 \x03(\v2\x15.maru.v1.EngineWorkerR\aworkers\"%\n" +
+	"\aworkers\x18\x06 \x03(\v2\x15.maru.v1.EngineWorkerR\aworkers\x12(\n" +
+	"\x10newest_region_id\x18\a \x01(\rR\x0enewestRegionId\"%\n" +
 	"\rEventsRequest\x12\x14\n" +
 	"\x05after\x18\x01 \x01(\x04R\x05after\"4\n" +
 	"\n" +
@@ -3125,11 +3152,13 @@ const file_maru_v1_server_proto_rawDesc = "" +
 	"\vpool_number\x18\x02 \x01(\rR\n" +
 	"poolNumber\x12\x1b\n" +
 	"\tregion_id\x18\x03 \x01(\rR\bregionId\"\x10\n" +
-	"\x0eReturnResponse\"a\n" +
+	"\x0eReturnResponse\"\xa6\x01\n" +
 	"\x16DescribeRegionsRequest\x12\x1d\n" +
 	"\n" +
 	"region_ids\x18\x01 \x03(\rR\tregionIds\x12(\n" +
-	"\x10all_of_namespace\x18\x02 \x01(\bR\x0eallOfNamespace\"\xdd\x01\n" +
+	"\x10all_of_namespace\x18\x02 \x01(\bR\x0eallOfNamespace\x12&\n" +
+	"\x0fafter_region_id\x18\x03 \x01(\rR\rafterRegionId\x12\x1b\n" +
+	"\tmax_count\x18\x04 \x01(\rR\bmaxCount\"\xdd\x01\n" +
 	"\fSharedRegion\x12\x1f\n" +
 	"\vpool_number\x18\x01 \x01(\rR\n" +
 	"poolNumber\x12-\n" +
