@@ -182,7 +182,9 @@ def test_spawn(system: System) -> None:
 
 def test_interrupt_of_a_waiting_call(system: System, child: Child) -> None:
     p = child(
-        HEAD + "import time\n"
+        HEAD + "import signal, time\n"
+        # What a shell starts in the background without job control ignores it, and its children too.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "print('up')\n"
         "try:\n"
         "    while True: h.healthcheck()\n"
