@@ -444,7 +444,7 @@ func (c *Client) awaitOpen(ctx context.Context) *link {
 			if l.hung.Load() {
 				return l // it is told, and not waited for
 			}
-			switch err := c.heartbeat(ctx, l, c.heartbeatEvery(l)); {
+			switch err := c.heartbeat(ctx, l, l.api, c.heartbeatEvery(l)); {
 			case epochOver(err):
 				c.lose(l)
 			case errors.Is(err, base.ErrUnavailable) && time.Now().Before(again):

@@ -110,3 +110,33 @@ func TestRollingUpdate(t *testing.T) {
 	}
 	want(t, "store at the new one", storeOne(t, c, 2, value(2, 1000)), base.CodeOK)
 }
+
+// A server that is started again with another Unix socket, or on another machine, is
+// found by the configured address: the socket of the old one stays away for ever.
+func TestRestartWithAnotherSocket(t *testing.T) {
+	l := startLab(t, 256<<20)
+	l.stop()
+	l.cfg.Heartbeat = 300 * time.Millisecond // none is to come while it stops, and be told so
+	l.start()
+	door := newFrontDoor(t, l.srv.ControlAddress())
+	cfg := l.config()
+	cfg.ServerAddress = door.listener.Addr().String()
+	c := open(t, cfg)
+	if k := c.current(); k == nil || k.unix == nil {
+		t.Fatal("the session does not use the Unix socket: nothing is tested")
+	}
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	l.stop()
+	l.cfg.UnixPath, l.cfg.HotUnixPath = l.cfg.UnixPath+"2", l.cfg.HotUnixPath+"2"
+	l.start()
+	address := l.srv.ControlAddress()
+	door.target.Store(&address)
+	dst := make([]byte, 1000)
+	eventually(t, "the client at the server, with its keys", func() bool {
+		return c.Connected() && loadOne(t, c, 1, dst) == base.CodeOK
+	})
+	if k := c.current(); k == nil || k.resp.GetControlUnixPath() != l.cfg.UnixPath || k.unix == nil {
+		t.Error("the session does not use the new socket")
+	}
+	want(t, "store", storeOne(t, c, 2, value(2, 1000)), base.CodeOK)
+}

@@ -21,6 +21,7 @@ const firstBackoff = 20 * time.Millisecond
 func (c *Client) run() {
 	backoff := firstBackoff
 	var since time.Time // of the outage
+	silent := false     // the last heartbeat did not reach the server's Unix socket
 	if c.link.Load() == nil {
 		since = time.Now()
 	}
@@ -68,7 +69,20 @@ func (c *Client) run() {
 			timer.Reset(0)
 			continue
 		}
-		if err := c.heartbeat(l.ctx, l, beat); err != nil {
+		err := c.heartbeat(l.ctx, l, l.api, beat)
+		if l.unix != nil && errors.Is(err, base.ErrUnavailable) {
+			// Its socket is of one process on this machine. A server that is started again
+			// may have another one, or be on another machine: only the configured address
+			// leads to it, and its answer is that it does not know this epoch. The first
+			// failure is left to the socket, which is back first when only it was restarted.
+			if silent {
+				err = c.heartbeat(l.ctx, l, maruv1.NewMetadataServerClient(c.conn), beat)
+			}
+			silent = true
+		} else {
+			silent = false
+		}
+		if err != nil {
 			switch {
 			case c.ctx.Err() != nil:
 				return
@@ -97,8 +111,8 @@ func (c *Client) heartbeatEvery(l *link) time.Duration {
 	return time.Second
 }
 
-// heartbeat sends one, and takes what its answer brings.
-func (c *Client) heartbeat(ctx context.Context, l *link, beat time.Duration) error {
+// heartbeat sends one through api, and takes what its answer brings.
+func (c *Client) heartbeat(ctx context.Context, l *link, api maruv1.MetadataServerClient, beat time.Duration) error {
 	req := &maruv1.HeartbeatRequest{}
 	c.mu.Lock()
 	core := c.mu.core
@@ -116,7 +130,7 @@ func (c *Client) heartbeat(ctx context.Context, l *link, beat time.Duration) err
 	ctx, cancel := context.WithTimeout(l.authorize(ctx), max(beat, c.cfg.RPCTimeout))
 	defer cancel()
 	sent := c.clock()
-	resp, err := l.api.Heartbeat(ctx, req)
+	resp, err := api.Heartbeat(ctx, req)
 	if err != nil {
 		return err
 	}
