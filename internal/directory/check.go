@@ -2,6 +2,7 @@ package directory
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -9,7 +10,34 @@ import (
 
 // poolSums is what CheckInvariants counts of a pool from nothing.
 type poolSums struct {
+	pool *pool
+	poolCounts
+}
+
+type poolCounts struct {
 	ready, readyPages, retiring, quarantined, objects, leases, granted, backing, kept, requests uint64
+}
+
+// leaseCount is how many leases name a replica.
+type leaseCount struct{ copies, views uint32 }
+
+// charge is what an Expand that is under way has charged to its session.
+type charge struct {
+	session *session
+	bytes   uint64
+}
+
+// Checker is the room that a check counts in, for who checks often: the next check
+// begins with what the one before has allocated. The zero value is ready.
+// Ownership: one goroutine.
+type Checker struct {
+	sums           []poolSums
+	objects, extra []leaseCount // by number; all zero between two checks
+	named          int          // replicas that a lease names and no page was seen to have yet
+	kept           []*region    // that have no writer
+	charges        []charge
+	hosts          map[base.NodeID]uint64
+	claims         []uint64
 }
 
 // CheckInvariants checks the whole state against the numbered invariants of
@@ -17,15 +45,25 @@ type poolSums struct {
 // page, object and lease: it is for tests and the simulator.
 // Concurrency: read lock.
 func (d *Directory) CheckInvariants(now time.Duration) error {
+	var c Checker
+	return c.Check(d, now)
+}
+
+// Check is [Directory.CheckInvariants] without its garbage. Concurrency: read lock.
+func (c *Checker) Check(d *Directory, now time.Duration) error {
+	if err := c.check(d, now); err != nil {
+		*c = Checker{} // it stopped in the middle
+		return err
+	}
+	return nil
+}
+
+func (c *Checker) check(d *Directory, now time.Duration) error {
 	if err := d.store.check(); err != nil {
 		return fmt.Errorf("R3: %w", err)
 	}
-	sums := map[*pool]*poolSums{}
-	for _, p := range d.pools {
-		sums[p] = &poolSums{}
-	}
-	copies, views := map[replicaRef]uint32{}, map[replicaRef]uint32{}
-	if err := d.checkSessions(copies, views); err != nil {
+	c.begin(d)
+	if err := c.checkSessions(d); err != nil {
 		return err
 	}
 	var replicas, pages uint64
@@ -36,7 +74,7 @@ func (d *Directory) CheckInvariants(now time.Duration) error {
 		}
 		regions++
 		pages += g.place.PageCount
-		n, err := d.checkRegion(uint32(slot), g, sums[g.pool], copies, views) //nolint:gosec // bounded
+		n, err := c.checkRegion(d, uint32(slot), g) //nolint:gosec // bounded
 		if err != nil {
 			return err
 		}
@@ -45,11 +83,8 @@ func (d *Directory) CheckInvariants(now time.Duration) error {
 			waiting++
 		}
 	}
-	for ref := range copies {
-		return fmt.Errorf("R4: a copy lease names replica %#x, which no page has", ref)
-	}
-	for ref := range views {
-		return fmt.Errorf("R4: a view lease names replica %#x, which no page has", ref)
+	if c.named != 0 {
+		return c.strayLease()
 	}
 	if regions != d.regionCount || pages != d.pageCount || waiting != d.restart.regions {
 		return fmt.Errorf("R5: %d regions of %d pages, %d waiting; counted %d, %d, %d", regions, pages, waiting, d.regionCount, d.pageCount, d.restart.regions)
@@ -58,12 +93,81 @@ func (d *Directory) CheckInvariants(now time.Duration) error {
 		return err
 	}
 	for _, op := range d.flights {
-		sums[d.pools[op.expand.ticket.Pool]].backing += op.expand.charged
+		sum := c.sumsOf(d.pools[op.expand.ticket.Pool])
+		if sum == nil {
+			return fmt.Errorf("R5: an allocation is under way in pool %d, which is not there", op.expand.ticket.Pool)
+		}
+		sum.backing += op.expand.charged
 	}
-	if err := d.checkPools(sums); err != nil {
+	if err := c.checkPools(); err != nil {
 		return err
 	}
-	return d.checkClaims(now)
+	return c.checkClaims(d, now)
+}
+
+// begin takes down what several sessions or regions are compared with.
+func (c *Checker) begin(d *Directory) {
+	if c.hosts == nil {
+		c.hosts = map[base.NodeID]uint64{}
+	}
+	clear(c.hosts)
+	c.sums, c.kept, c.charges = c.sums[:0], c.kept[:0], c.charges[:0]
+	for _, p := range d.pools {
+		c.sums = append(c.sums, poolSums{pool: p})
+	}
+	for _, g := range d.regions {
+		if g != nil && g.writer == nil {
+			c.kept = append(c.kept, g)
+		}
+	}
+	for _, op := range d.flights {
+		c.charges = append(c.charges, charge{op.session, op.expand.charged})
+	}
+	c.objects = zeroed(c.objects, d.store.objectHigh)
+	c.extra = zeroed(c.extra, d.store.extraHigh)
+}
+
+// sumsOf is what is counted of a pool, nil when the directory has no such one.
+func (c *Checker) sumsOf(p *pool) *poolSums {
+	for i := range c.sums {
+		if c.sums[i].pool == p {
+			return &c.sums[i]
+		}
+	}
+	return nil
+}
+
+// zeroed lengthens counts that are all zero.
+func zeroed(counts []leaseCount, need uint32) []leaseCount {
+	if uint64(len(counts)) < uint64(need) {
+		return make([]leaseCount, max(2*len(counts), int(need)))
+	}
+	return counts
+}
+
+// leases is the count of a replica, nil when no such one was ever made.
+func (c *Checker) leases(ref replicaRef) *leaseCount {
+	list, n := c.objects, ref
+	if ref&extraBit != 0 {
+		list, n = c.extra, ref&^extraBit
+	}
+	if uint64(n) >= uint64(len(list)) {
+		return nil
+	}
+	return &list[n]
+}
+
+// strayLease names a replica that leases name and no page has.
+func (c *Checker) strayLease() error {
+	for i, list := range [...][]leaseCount{c.objects, c.extra} {
+		for n, count := range list {
+			if count != (leaseCount{}) {
+				ref := uint32(n) | uint32(i)*extraBit //nolint:gosec // bounded
+				return fmt.Errorf("R4: %d copy and %d view leases name replica %#x, which no page has", count.copies, count.views, ref)
+			}
+		}
+	}
+	return fmt.Errorf("R4: leases name %d replicas that no page has", c.named)
 }
 
 // checkReplicaCount finds replicas that no page names.
@@ -85,8 +189,7 @@ func (d *Directory) checkReplicaCount(inPages uint64) error {
 	return nil
 }
 
-func (d *Directory) checkSessions(copies, views map[replicaRef]uint32) error {
-	hosts := map[base.NodeID]uint64{}
+func (c *Checker) checkSessions(d *Directory) error {
 	if len(d.sessions) != len(d.sessionList) {
 		return fmt.Errorf("S1: %d sessions, %d in the list", len(d.sessions), len(d.sessionList))
 	}
@@ -105,10 +208,17 @@ func (d *Directory) checkSessions(copies, views map[replicaRef]uint32) error {
 					continue
 				}
 				left++
+				n := c.leases(ref)
+				if n == nil {
+					return fmt.Errorf("R4: operation %d of session %v leases replica %#x, which was never made", rec.seq, s.id, ref)
+				}
+				if *n == (leaseCount{}) {
+					c.named++
+				}
 				if rec.kind == base.LeaseView {
-					views[ref]++
+					n.views++
 				} else {
-					copies[ref]++
+					n.copies++
 				}
 			}
 			if left != rec.left || left == 0 {
@@ -127,8 +237,8 @@ func (d *Directory) checkSessions(copies, views map[replicaRef]uint32) error {
 			return fmt.Errorf("S1: session %v has %d operations, %d events", s.id, len(s.ops), len(s.window))
 		}
 		kept := 0
-		for _, g := range d.regions {
-			if g != nil && g.writer == nil && g.writerID == s.id {
+		for _, g := range c.kept {
+			if g.writerID == s.id {
 				kept++
 			}
 		}
@@ -146,7 +256,7 @@ func (d *Directory) checkSessions(copies, views map[replicaRef]uint32) error {
 			return fmt.Errorf("S1: session %v has %d operation rows, counted %d", s.id, rows, s.opRows)
 		}
 		if s.cpu != nil {
-			hosts[s.cpuNode] += s.cpu.grantBytes
+			c.hosts[s.cpuNode] += s.cpu.grantBytes
 		}
 		var cxl uint64
 		for _, slot := range s.regions {
@@ -158,27 +268,28 @@ func (d *Directory) checkSessions(copies, views map[replicaRef]uint32) error {
 				cxl += g.place.ExtentBytes
 			}
 		}
-		for _, op := range d.flights {
-			if op.session == s {
-				cxl += op.expand.charged
+		for _, x := range c.charges {
+			if x.session == s {
+				cxl += x.bytes
 			}
 		}
 		if cxl != s.cxlUsed && s.state != StateKept {
 			return fmt.Errorf("R5: session %v uses %d cxl bytes, counted %d", s.id, cxl, s.cxlUsed)
 		}
 	}
-	for node, n := range hosts {
+	for node, n := range c.hosts {
 		if n > d.cfg.CPUBudgetBytes || n != d.hosts[node] {
 			return fmt.Errorf("R5: node %v has %d cpu bytes granted, counted %d, budget %d", node, n, d.hosts[node], d.cfg.CPUBudgetBytes)
 		}
 	}
-	if len(hosts) != len(d.hosts) {
-		return fmt.Errorf("R5: %d hosts with grants, counted %d", len(hosts), len(d.hosts))
+	if len(c.hosts) != len(d.hosts) {
+		return fmt.Errorf("R5: %d hosts with grants, counted %d", len(c.hosts), len(d.hosts))
 	}
 	return nil
 }
 
-func (d *Directory) checkRegion(slot uint32, g *region, sum *poolSums, copies, views map[replicaRef]uint32) (uint64, error) {
+func (c *Checker) checkRegion(d *Directory, slot uint32, g *region) (uint64, error) {
+	sum := c.sumsOf(g.pool)
 	if sum == nil || g.slot != slot || g.pool.regions[g.id] != slot {
 		return 0, fmt.Errorf("R5: region slot %d is not its pool's", slot)
 	}
@@ -197,11 +308,17 @@ func (d *Directory) checkRegion(slot uint32, g *region, sum *poolSums, copies, v
 		if r.region != slot || uint64(r.page) != uint64(page) || (r.generation != g.last[page] && (!r.has(flagOrphan) || r.has(flagRestartHeld))) {
 			return 0, fmt.Errorf("S1: page %d of region %d: replica %#x of slot %d page %d generation %v, last %v", page, g.id, ref, r.region, r.page, r.generation, g.last[page])
 		}
-		if r.copies != copies[ref] || r.views != views[ref] {
-			return 0, fmt.Errorf("R4: page %d of region %d counts %d copy and %d view leases, sessions have %d and %d", page, g.id, r.copies, r.views, copies[ref], views[ref])
+		n := c.leases(ref)
+		if n == nil {
+			return 0, fmt.Errorf("S1: page %d of region %d has replica %#x, which was never made", page, g.id, ref)
 		}
-		delete(copies, ref)
-		delete(views, ref)
+		if r.copies != n.copies || r.views != n.views {
+			return 0, fmt.Errorf("R4: page %d of region %d counts %d copy and %d view leases, sessions have %d and %d", page, g.id, r.copies, r.views, n.copies, n.views)
+		}
+		if *n != (leaseCount{}) {
+			*n = leaseCount{}
+			c.named--
+		}
 		leases += int(r.copies) + int(r.views)
 		viewSum += int(r.views)
 		requests += int(r.requests)
@@ -250,9 +367,10 @@ func (d *Directory) checkRegion(slot uint32, g *region, sum *poolSums, copies, v
 	return uint64(used), nil //nolint:gosec // positive
 }
 
-func (d *Directory) checkPools(sums map[*pool]*poolSums) error {
-	for p, sum := range sums {
-		have := poolSums{
+func (c *Checker) checkPools() error {
+	for i := range c.sums {
+		p, sum := c.sums[i].pool, &c.sums[i].poolCounts
+		have := poolCounts{
 			ready: p.readyBytes, readyPages: p.readyPages, retiring: p.retiringPages, quarantined: p.quarantinedPages,
 			objects: p.objects, leases: p.leases, granted: p.granted, backing: p.reserved, kept: p.keptBytes, requests: p.requestBytes,
 		}
@@ -270,25 +388,25 @@ func (d *Directory) checkPools(sums map[*pool]*poolSums) error {
 }
 
 // checkClaims: of the visible replicas of a key there is one a domain (DM-07).
-func (d *Directory) checkClaims(now time.Duration) error {
-	type claim struct {
-		object uint32
-		pool   uint32
-	}
-	seen := map[claim]bool{}
+func (c *Checker) checkClaims(d *Directory, now time.Duration) error {
+	c.claims = c.claims[:0]
 	for _, g := range d.regions {
 		if g == nil || !g.visible(now) {
 			continue
 		}
 		for _, ref := range g.pages {
-			if ref == 0 || d.store.replica(ref).state() != replicaReady {
+			if ref == 0 {
 				continue
 			}
-			c := claim{d.store.replica(ref).object, g.pool.number}
-			if seen[c] {
-				return fmt.Errorf("R7: object %d has two visible replicas in pool %d", c.object, c.pool)
+			if r := d.store.replica(ref); r.state() == replicaReady {
+				c.claims = append(c.claims, uint64(r.object)<<32|uint64(g.pool.number))
 			}
-			seen[c] = true
+		}
+	}
+	slices.Sort(c.claims)
+	for i := 1; i < len(c.claims); i++ {
+		if x := c.claims[i]; x == c.claims[i-1] {
+			return fmt.Errorf("R7: object %d has two visible replicas in pool %d", x>>32, uint32(x)) //nolint:gosec // low half
 		}
 	}
 	return nil

@@ -362,6 +362,9 @@ func (st *store) check() error {
 	for si := range st.segments {
 		s := &st.segments[si]
 		used := 0
+		if s.used == 0 && allZero(s.slots) {
+			continue
+		}
 		for _, v := range s.slots {
 			if v == 0 {
 				continue
@@ -394,4 +397,19 @@ func (st *store) check() error {
 		return fmt.Errorf("%d objects in the index, %d counted", inIndex, st.objectCount)
 	}
 	return nil
+}
+
+// allZero looks at all slots without a branch for each: most segments of a small table
+// are empty.
+func allZero(slots []uint64) bool {
+	var all uint64
+	for len(slots) >= minSegmentSlots {
+		s := slots[:minSegmentSlots]
+		all |= s[0] | s[1] | s[2] | s[3] | s[4] | s[5] | s[6] | s[7]
+		slots = slots[minSegmentSlots:]
+	}
+	for _, v := range slots {
+		all |= v
+	}
+	return all == 0
 }

@@ -141,7 +141,9 @@ func (r *region) set(p *page, to PageState) {
 		for _, n := range r.counts {
 			sum += n
 		}
-		invariants.Check(sum == r.PageCount, "R5", "region %d: %v sum to %d of %d pages", r.ID, r.counts, sum, r.PageCount)
+		if sum != r.PageCount { // asked here: its arguments are garbage otherwise
+			invariants.Failf("R5", "region %d: %v sum to %d of %d pages", r.ID, r.counts, sum, r.PageCount)
+		}
 	}
 }
 

@@ -19,7 +19,12 @@ func mix(z uint64) uint64 {
 	return z ^ z>>31
 }
 
-func newChain(seed uint64, calm bool) *chain { return &chain{state: mix(seed + golden), calm: calm} }
+func newChain(seed uint64, calm bool) *chain {
+	c := makeChain(seed, calm)
+	return &c
+}
+
+func makeChain(seed uint64, calm bool) chain { return chain{state: mix(seed + golden), calm: calm} }
 
 // Uint64 is the next draw.
 func (c *chain) Uint64() uint64 {

@@ -182,9 +182,9 @@ func (w *world) checkAll() {
 
 func (w *world) checkManager() {
 	if w.manager.alive() {
-		w.manager.listed = w.manager.regions()
-		w.manager.check(w.manager.listed)
-		w.checkMarks(w.manager.listed)
+		list := w.manager.listNow()
+		w.manager.check(list)
+		w.checkMarks(list)
 	}
 }
 

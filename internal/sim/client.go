@@ -401,7 +401,9 @@ type beatAnswer struct {
 func (c *clientActor) beat(l *link) {
 	w := c.w
 	c.beats++
-	req := &directory.HeartbeatRequest{Sequence: c.beats, LastEvent: c.core.LastEvent(), Watermark: c.core.Watermark()}
+	req := &directory.HeartbeatRequest{
+		Sequence: c.beats, LastEvent: c.core.LastEvent(), Watermark: c.core.Watermark(), Uses: make([]directory.PoolUse, 0, len(l.pools)),
+	}
 	for _, p := range l.pools {
 		n := c.core.CountPool(p.Number)
 		req.Uses = append(req.Uses, directory.PoolUse{

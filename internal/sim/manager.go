@@ -20,8 +20,9 @@ type managerActor struct {
 	durable map[storeKey][]byte
 	header  [poolfmt.HeaderBytes]byte // on the device
 	static  poolfmt.Static
-	started bool // at least once
-	listed  []core.RegionInfo
+	started bool              // at least once
+	listed  []core.RegionInfo // by the last check
+	pools   []core.Pool       // for the same
 
 	// Of this life:
 	process *process
@@ -226,6 +227,16 @@ func (a *managerActor) regions() []core.RegionInfo {
 	if err != nil {
 		a.w.fail("E1", "listing regions: %v", err)
 	}
+	return list
+}
+
+// listNow takes down what the core has now.
+func (a *managerActor) listNow() []core.RegionInfo {
+	list, _, err := a.core.AppendRegions(a.listed[:0], core.ListRegions{})
+	if err != nil {
+		a.w.fail("E1", "listing regions: %v", err)
+	}
+	a.listed = list
 	return list
 }
 

@@ -72,7 +72,7 @@ func (a *managerActor) free(who core.Claim, h core.Handle) func(func(bool, error
 
 // dropHoldsOf plants FreeIgnoresHolds: every hold of a region ends as if by its mapper.
 func (a *managerActor) dropHoldsOf(b *core.Batch, h core.Handle) {
-	holds, _ := a.core.ListHolds(base.SessionID{}, base.SessionID{}, 0, 0)
+	holds, _ := a.core.AppendHolds(nil, base.SessionID{}, base.SessionID{}, 0, 0)
 	for _, x := range holds {
 		if x.Region == h.Region {
 			_, _ = a.core.Unhold(b, a.nowMS(), core.Unhold{
@@ -166,7 +166,7 @@ func (a *managerActor) list(who core.Claim) func(func(ownerList, error)) {
 		if out.regions, _, err = a.core.ListRegions(core.ListRegions{Claim: who, Pool: a.pool()}); err != nil {
 			return out, err
 		}
-		out.holds, _ = a.core.ListHolds(base.SessionID{}, base.SessionID{}, 0, 0)
+		out.holds, _ = a.core.AppendHolds(nil, base.SessionID{}, base.SessionID{}, 0, 0)
 		for _, o := range a.core.ListOwners() {
 			if o.ID == who.Owner && o.Incarnation == who.Incarnation {
 				out.ended = o.PredecessorsEnded
@@ -213,13 +213,14 @@ func (a *managerActor) watchSession(to *process, id base.SessionID, take func(ba
 func (a *managerActor) check(regions []core.RegionInfo) {
 	w := a.w
 	var sum uint64
-	for i, r := range regions {
+	for i := range regions {
+		r := &regions[i]
 		sum += r.Extent.Length
 		if r.Extent.Offset%poolfmt.Alignment != 0 || r.Extent.Offset < poolfmt.DataOffset || r.Extent.End() > deviceBytes {
 			w.fail("E1", "region %d lies at %v", r.ID, r.Extent)
 		}
-		for _, o := range regions[:i] {
-			if o.Extent.Overlaps(r.Extent) {
+		for j := range i {
+			if o := &regions[j]; o.Extent.Overlaps(r.Extent) {
 				w.fail("E1", "region %d at %v overlaps region %d at %v", r.ID, r.Extent, o.ID, o.Extent)
 			}
 		}
@@ -229,23 +230,35 @@ func (a *managerActor) check(regions []core.RegionInfo) {
 			}
 		}
 	}
-	for _, p := range a.core.Pools() {
+	a.pools = a.core.AppendPools(a.pools[:0])
+	for i := range a.pools {
+		p := &a.pools[i]
 		if p.AllocatedBytes != sum || p.AllocatedBytes > p.CapacityBytes || p.RegionCount != len(regions) {
 			w.fail("E2", "%d regions have %d bytes, the pool says %d regions and %d of %d bytes", len(regions), sum, p.RegionCount, p.AllocatedBytes, p.CapacityBytes)
 		}
 	}
 	for _, m := range w.mappings {
-		held := false
-		for _, r := range regions {
-			held = held || r.ID == m.region && slices.Contains(r.Holders, m.session)
-		}
-		if !held {
+		if r := find(regions, m.region); r == nil || !slices.Contains(r.Holders, m.session) {
 			w.fail("R3", "%s maps region %d and no hold of it is on record", m.process.name, m.region)
 		}
 	}
-	for _, id := range sortedRegions(w.acked) {
-		if !slices.ContainsFunc(regions, func(r core.RegionInfo) bool { return r.ID == id && r.Extent == w.acked[id] }) {
-			w.fail("W1", "region %d was acknowledged at %v and is not on the list", id, w.acked[id])
+	lost := base.RegionID(0) // the first of them
+	for id, extent := range w.acked {
+		if r := find(regions, id); (r == nil || r.Extent != extent) && (lost == 0 || id < lost) {
+			lost = id
 		}
 	}
+	if lost != 0 {
+		w.fail("W1", "region %d was acknowledged at %v and is not on the list", lost, w.acked[lost])
+	}
+}
+
+// find looks up a region in a list in order of id.
+func find(regions []core.RegionInfo, id base.RegionID) *core.RegionInfo {
+	for i := range regions {
+		if regions[i].ID == id {
+			return &regions[i]
+		}
+	}
+	return nil
 }

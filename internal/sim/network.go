@@ -40,36 +40,8 @@ func call[T any](w *world, from, to *process, what string, rep again, serve func
 		w.at(from, time.Millisecond, func() { done(zero, errNotSent, notSent) })
 		return
 	}
-	settled := false
-	finish := func(v T, err error, f fate) {
-		if !settled {
-			settled = true
-			done(v, err, f)
-		}
-	}
-	w.at(from, callTimeout, func() {
-		if !settled {
-			w.note("%s: no answer to %s", from.name, what)
-		}
-		finish(zero, errNoAnswer, noAnswer)
-	})
-	deliver := func() {
-		serve(func(v T, err error) {
-			if w.isCut(from, to) {
-				w.note("network: answer to %s cannot reach %s", what, from.name)
-				return
-			}
-			if w.trouble(3) {
-				w.note("network: answer to %s of %s is lost", what, from.name)
-				return
-			}
-			d := w.latency()
-			if c := from.client; c != nil && c.edge != nil && what == "Heartbeat" {
-				d = w.between(1200*time.Millisecond, 1700*time.Millisecond)
-			}
-			w.at(from, d, func() { finish(v, err, answered) })
-		})
-	}
+	c := &calling[T]{w: w, from: from, to: to, what: what, serve: serve, done: done}
+	w.at(from, callTimeout, c.timeout)
 	if w.isCut(from, to) {
 		w.note("network: %s cannot reach %s", from.name, to.name)
 		return
@@ -78,11 +50,59 @@ func call[T any](w *world, from, to *process, what string, rep again, serve func
 		w.note("network: %s of %s is lost", what, from.name)
 		return
 	}
+	deliver := c.deliver
 	w.at(to, w.latency(), deliver)
 	if rep == mayRepeat && w.trouble(4) {
 		w.note("network: %s of %s is sent twice", what, from.name)
 		w.at(to, w.latency(), deliver)
 	}
+}
+
+// calling is a call under way.
+type calling[T any] struct {
+	w        *world
+	from, to *process
+	what     string
+	settled  bool
+	serve    func(answer func(T, error))
+	done     func(T, error, fate)
+}
+
+func (c *calling[T]) finish(v T, err error, f fate) {
+	if !c.settled {
+		c.settled = true
+		c.done(v, err, f)
+	}
+}
+
+func (c *calling[T]) timeout() {
+	if c.settled {
+		return
+	}
+	if c.w.trace != nil {
+		c.w.note("%s: no answer to %s", c.from.name, c.what)
+	}
+	var zero T
+	c.finish(zero, errNoAnswer, noAnswer)
+}
+
+func (c *calling[T]) deliver() { c.serve(c.answer) }
+
+func (c *calling[T]) answer(v T, err error) {
+	w := c.w
+	if w.isCut(c.from, c.to) {
+		w.note("network: answer to %s cannot reach %s", c.what, c.from.name)
+		return
+	}
+	if w.trouble(3) {
+		w.note("network: answer to %s of %s is lost", c.what, c.from.name)
+		return
+	}
+	d := w.latency()
+	if x := c.from.client; x != nil && x.edge != nil && c.what == "Heartbeat" {
+		d = w.between(1200*time.Millisecond, 1700*time.Millisecond)
+	}
+	w.at(c.from, d, func() { c.finish(v, err, answered) })
 }
 
 // stream delivers in order, and ends with either side.

@@ -57,6 +57,7 @@ func (w *world) play() {
 	}
 	w.clients = append(w.clients, w.newClient(w.script.Workers, base.RoleScheduler))
 	w.advance(300 * time.Millisecond)
+	chains := make([]chain, len(w.script.Actions)) // one piece: their events keep them
 	for i := range w.script.Actions {
 		a := &w.script.Actions[i]
 		w.step = i + 1
@@ -64,7 +65,8 @@ func (w *world) play() {
 		if w.failure != nil {
 			break
 		}
-		w.chain = newChain(a.Seed, a.Calm)
+		chains[i] = makeChain(a.Seed, a.Calm)
+		w.chain = &chains[i]
 		w.guard(func() { w.act(a) })
 		w.chain = w.own
 		if w.failure == nil {

@@ -30,6 +30,8 @@ type serverActor struct {
 	directory [base.IDBytes]byte // its state directory
 	secretOf  base.OwnerSecret   // the operator gives it to all servers with the id
 	dirty     bool               // to be checked
+	checker   directory.Checker
+	effects   []directory.Effect // room for those of a step
 
 	// Of this life:
 	process     *process
@@ -122,9 +124,12 @@ func (s *serverActor) tick() {
 func (s *serverActor) step(f func(d *directory.Directory) error) error {
 	s.dirty = true
 	err := f(s.dir)
-	for _, e := range s.dir.AppendEffects(nil) {
-		s.perform(&e)
+	list := s.dir.AppendEffects(s.effects[:0])
+	s.effects = nil // one that calls step again finds none
+	for i := range list {
+		s.perform(&list[i])
 	}
+	s.effects = list
 	return err
 }
 
@@ -204,7 +209,7 @@ func (s *serverActor) freeAtManager(id base.RegionID, inc base.Incarnation, done
 	s.draining[id] = w.now
 	delete(w.acked, id) // from here on it may be free
 	w.freed[id] = true
-	call(w, s.process, w.manager.process, fmt.Sprintf("Free %d", id), mayRepeat, w.manager.free(s.claim(s.incarnation), s.handle(id, inc)),
+	call(w, s.process, w.manager.process, "Free", mayRepeat, w.manager.free(s.claim(s.incarnation), s.handle(id, inc)),
 		func(draining bool, err error, _ fate) {
 			if err == nil && !draining || errors.Is(err, base.ErrNotFound) {
 				s.wentFree(id)

@@ -123,7 +123,7 @@ func (s *serverActor) check() {
 	if !s.alive() {
 		return
 	}
-	if err := s.dir.CheckInvariants(s.now()); err != nil {
+	if err := s.checker.Check(s.dir, s.now()); err != nil {
 		id := err.Error()
 		if len(id) > 2 {
 			id = id[:2]

@@ -76,6 +76,7 @@ func TestSeeds(t *testing.T) {
 
 // A seed replays its run, event by event.
 func TestReplay(t *testing.T) {
+	t.Parallel()
 	for seed := uint64(1); seed <= 5; seed++ {
 		var first []string
 		a, errA := Run(Options{Seed: seed, Trace: func(l string) { first = append(first, l) }})
@@ -98,11 +99,10 @@ const mostSeeds = 2000
 // Each planted error is found. The log says how many seeds it took.
 func TestFaultsAreFound(t *testing.T) {
 	if raceDetector {
-		t.Skip("one goroutine: `go test` without -race plays the planted faults")
+		t.Skip("a run is one goroutine: `go test` without -race plays the planted faults")
 	}
 	for _, f := range Faults() {
 		t.Run(f.String(), func(t *testing.T) {
-			t.Parallel()
 			most := mostSeeds
 			if testing.Short() {
 				most = 60
@@ -192,32 +192,39 @@ func TestScriptText(t *testing.T) {
 // Taking actions out of a script does not change what the others draw: a failing run gets
 // short, and goes on failing in the same way.
 func TestShrink(t *testing.T) {
+	t.Parallel()
 	faults := []Fault{ReuseAtRetire, ForgetHolders}
 	if testing.Short() {
 		faults = faults[:1]
 	}
 	for _, f := range faults {
-		h := Hunt(f, Options{Seed: 1}, mostSeeds)
-		if !h.Found {
-			t.Fatal(h)
-		}
-		long := Generate(h.Seed, 0, f)
-		short, failure := Shrink(long, 2000)
-		if failure == nil || failure.Invariant != h.Invariant || len(short.Actions) > 40 {
-			t.Errorf("%v: %d actions of %d are left, and %v", f, len(short.Actions), len(long.Actions), failure)
-			continue
-		}
-		t.Logf("%v: %d actions of %d are left:\n%v", f, len(short.Actions), len(long.Actions), short)
-		again, err := ParseScript(strings.NewReader(short.String()))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := Play(again, nil); err == nil || err.Error() != failure.Error() {
-			t.Errorf("the script plays as %v, not as %v", err, failure)
-		}
+		t.Run(f.String(), func(t *testing.T) {
+			t.Parallel()
+			shrinks(t, f)
+		})
 	}
 	if s, failure := Shrink(Generate(1, 50, NoFault), 10); failure != nil || len(s.Actions) != 50 {
 		t.Errorf("a script that does not fail shrinks to %d actions, %v", len(s.Actions), failure)
+	}
+}
+
+func shrinks(t *testing.T, f Fault) {
+	h := Hunt(f, Options{Seed: 1}, mostSeeds)
+	if !h.Found {
+		t.Fatal(h)
+	}
+	long := Generate(h.Seed, 0, f)
+	short, failure := Shrink(long, 2000)
+	if failure == nil || failure.Invariant != h.Invariant || len(short.Actions) > 40 {
+		t.Fatalf("%d actions of %d are left, and %v", len(short.Actions), len(long.Actions), failure)
+	}
+	t.Logf("%d actions of %d are left:\n%v", len(short.Actions), len(long.Actions), short)
+	again, err := ParseScript(strings.NewReader(short.String()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Play(again, nil); err == nil || err.Error() != failure.Error() {
+		t.Errorf("the script plays as %v, not as %v", err, failure)
 	}
 }
 

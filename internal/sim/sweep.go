@@ -6,6 +6,7 @@ import (
 	"runtime/debug"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -17,31 +18,38 @@ const gcPercent = 800
 // one thread. It calls each with every outcome, one at a time and in no order, until that
 // says no.
 func Sweep(o Options, count int, each func(Result, error) bool) {
+	var mu sync.Mutex
+	stopped := false
+	onAll(count, func(n int) bool {
+		one := o
+		one.Seed += uint64(n) //nolint:gosec // a count
+		r, err := Run(one)
+		mu.Lock()
+		defer mu.Unlock()
+		if !stopped {
+			stopped = !each(r, err)
+		}
+		return !stopped
+	})
+}
+
+// onAll calls f with the numbers below count, in order, as many at once as there are
+// processors, until one says no; those that run then are waited for.
+func onAll(count int, f func(n int) bool) {
 	defer debug.SetGCPercent(debug.SetGCPercent(gcPercent))
-	var mu struct {
-		sync.Mutex
-		next    int
-		stopped bool
-	}
+	var next atomic.Int64
+	var stopped atomic.Bool
 	var wait sync.WaitGroup
 	for range runtime.GOMAXPROCS(0) {
 		wait.Go(func() {
-			for {
-				mu.Lock()
-				n, stopped := mu.next, mu.stopped
-				mu.next++
-				mu.Unlock()
-				if n >= count || stopped {
+			for !stopped.Load() {
+				n := int(next.Add(1)) - 1
+				if n >= count {
 					return
 				}
-				one := o
-				one.Seed += uint64(n) //nolint:gosec // a count
-				r, err := Run(one)
-				mu.Lock()
-				if !mu.stopped {
-					mu.stopped = !each(r, err)
+				if !f(n) {
+					stopped.Store(true)
 				}
-				mu.Unlock()
 			}
 		})
 	}
@@ -68,19 +76,25 @@ func (h FaultHunt) String() string {
 }
 
 // Hunt plants a fault and plays seeds until one breaks something that holds without it,
-// most at most.
+// most at most, as many at once as there are processors: the first such one counts.
 func Hunt(f Fault, o Options, most int) FaultHunt {
 	begin := time.Now()
-	h := FaultHunt{Fault: f.String(), Rule: f.Rule()}
-	defer debug.SetGCPercent(debug.SetGCPercent(gcPercent))
-	for ; h.Seeds < most && !h.Found; o.Seed++ {
-		h.Seeds++
-		failure := broken(Generate(o.Seed, o.Steps, f))
-		if failure != nil && broken(Generate(o.Seed, o.Steps, NoFault)) == nil {
-			h.Found, h.Seed, h.Invariant = true, o.Seed, failure.Invariant
+	h := FaultHunt{Fault: f.String(), Rule: f.Rule(), Seeds: most}
+	var mu sync.Mutex
+	onAll(most, func(n int) bool {
+		seed := o.Seed + uint64(n) //nolint:gosec // a count
+		failure := broken(Generate(seed, o.Steps, f))
+		if failure == nil || broken(Generate(seed, o.Steps, NoFault)) != nil {
+			return true
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if !h.Found || seed < h.Seed {
+			h.Found, h.Seeds, h.Seed, h.Invariant = true, n+1, seed, failure.Invariant
 			h.Text, _, _ = strings.Cut(failure.Text, "\n")
 		}
-	}
+		return false
+	})
 	h.Seconds = time.Since(begin).Seconds()
 	return h
 }

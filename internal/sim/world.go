@@ -199,57 +199,6 @@ func (w *world) resume(p *process) {
 	p.backlog = nil
 }
 
-type event struct {
-	at      time.Duration
-	order   uint64
-	process *process // nil: the world's own
-	chain   *chain
-	run     func()
-}
-
-// eventQueue is a binary heap, by time and then by order.
-type eventQueue []event
-
-func (q eventQueue) before(i, j int) bool {
-	return q[i].at < q[j].at || q[i].at == q[j].at && q[i].order < q[j].order
-}
-
-func (q *eventQueue) push(e event) {
-	h := append(*q, e)
-	*q = h
-	for i := len(h) - 1; i > 0; {
-		up := (i - 1) / 2
-		if !h.before(i, up) {
-			return
-		}
-		h[i], h[up] = h[up], h[i]
-		i = up
-	}
-}
-
-func (q *eventQueue) pop() event {
-	h := *q
-	first, n := h[0], len(h)-1
-	h[0] = h[n]
-	h[n] = event{}
-	h = h[:n]
-	*q = h
-	for i := 0; ; {
-		down := 2*i + 1
-		if down >= n {
-			return first
-		}
-		if down+1 < n && h.before(down+1, down) {
-			down++
-		}
-		if !h.before(down, i) {
-			return first
-		}
-		h[i], h[down] = h[down], h[i]
-		i = down
-	}
-}
-
 func (w *world) next() uint64 { w.order++; return w.order }
 
 // at runs f in a process after d, unless that life has ended by then.
@@ -259,7 +208,7 @@ func (w *world) at(p *process, d time.Duration, f func()) {
 
 // advance runs events until the time is up or something broke.
 func (w *world) advance(until time.Duration) {
-	for w.failure == nil && len(w.queue) > 0 && w.queue[0].at <= until {
+	for w.failure == nil && w.queue.due(until) {
 		e := w.queue.pop()
 		w.now = max(w.now, e.at)
 		if p := e.process; p != nil {

@@ -3,7 +3,6 @@ package core
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"slices"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -51,6 +50,7 @@ type Core struct {
 
 	pools    map[base.PoolID]*pool
 	regions  map[base.RegionID]*region
+	ordered  []*region // by id; nil: to be made again
 	byOp     map[operationKey]*region
 	owners   map[base.OwnerID]*owner
 	sessions map[base.SessionID]*session
@@ -144,9 +144,14 @@ func (c *Core) putRegion(b *Batch, r *region) { b.put(bucketRegions, regionKey(r
 
 // poolsInOrder is the order in which pools are filled and listed.
 func (c *Core) poolsInOrder() []*pool {
-	return slices.SortedFunc(maps.Values(c.pools), func(x, y *pool) int {
+	list := make([]*pool, 0, len(c.pools))
+	for _, p := range c.pools {
+		list = append(list, p)
+	}
+	slices.SortFunc(list, func(x, y *pool) int {
 		return cmp.Or(cmp.Compare(x.row.Name, y.row.Name), cmp.Compare(string(x.row.ID[:]), string(y.row.ID[:])))
 	})
+	return list
 }
 
 // current returns the owner if this is its incarnation. Errors: ErrFenced, also

@@ -43,7 +43,20 @@ func (c *Core) ListHolds(only, afterSession base.SessionID, afterRegion base.Reg
 // not free, how the mapper's end will be known, and who must act for the region to come
 // back (L1). only, if not zero, leaves out all other sessions.
 func (c *Core) Holds(now int64, only, afterSession base.SessionID, afterRegion base.RegionID, limit int) (out []HoldInfo, more bool) {
-	limit = pageLimit(limit)
+	out, more = c.AppendHolds(nil, only, afterSession, afterRegion, limit)
+	for i := range out {
+		h := &out[i]
+		h.OwnerName = c.ownerName(h.Owner)
+		h.Reason = c.reason(h)
+		c.explain(now, c.sessions[h.Session], h)
+	}
+	return out, more
+}
+
+// AppendHolds is [Core.Holds] for programs: it puts nothing into words (OwnerName, Reason,
+// Proof, Cure) and looks at no proof, and takes the room behind out.
+func (c *Core) AppendHolds(out []HoldInfo, only, afterSession base.SessionID, afterRegion base.RegionID, limit int) (_ []HoldInfo, more bool) {
+	limit = len(out) + pageLimit(limit)
 	for _, id := range slices.SortedFunc(maps.Keys(c.sessions), compareSessions) {
 		order := compareSessions(id, afterSession)
 		if order < 0 || only != (base.SessionID{}) && id != only {
@@ -59,15 +72,11 @@ func (c *Core) Holds(now int64, only, afterSession base.SessionID, afterRegion b
 				return out, true
 			}
 			r := c.regions[rid]
-			h := HoldInfo{
+			out = append(out, HoldInfo{
 				Session: id, Server: row.Server, OwnerIncarnation: row.OwnerIncarnation, Node: s.row.Node, Boot: s.row.Boot, Process: s.row.Process,
 				Agent: s.row.Agent, Pool: r.row.Pool, PoolName: r.pool.row.Name, Region: rid, ExtentBytes: r.row.Length, Owner: r.row.Owner,
 				Views: row.Views, Draining: r.row.Draining, ReadOnly: row.ReadOnly, SinceMS: row.SinceMS, Sequence: row.Sequence,
-			}
-			h.OwnerName = c.ownerName(r.row.Owner)
-			h.Reason = c.reason(h)
-			c.explain(now, s, &h)
-			out = append(out, h)
+			})
 		}
 	}
 	return out, false
@@ -81,7 +90,7 @@ func (c *Core) ownerName(id base.OwnerID) string {
 }
 
 // reason says why a held region is not free.
-func (c *Core) reason(h HoldInfo) string {
+func (c *Core) reason(h *HoldInfo) string {
 	server := fmt.Sprintf("server %s", cmp.Or(h.OwnerName, h.Owner.String()))
 	switch o, ok := c.owners[h.Owner]; {
 	case h.Draining && !ok:

@@ -178,8 +178,10 @@ type Pool struct {
 }
 
 // Pools lists all pools in order.
-func (c *Core) Pools() []Pool {
-	var out []Pool
+func (c *Core) Pools() []Pool { return c.AppendPools(nil) }
+
+// AppendPools is Pools into the room behind out.
+func (c *Core) AppendPools(out []Pool) []Pool {
 	for _, p := range c.poolsInOrder() {
 		out = append(out, Pool{
 			ID: p.row.ID, Name: p.row.Name, Path: p.row.Path, Kind: p.row.Kind, Coherence: p.row.Coherence, DeviceBytes: p.row.DeviceBytes,

@@ -3,7 +3,6 @@ package core
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"slices"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -200,6 +199,11 @@ func (c *Core) offlineReasons() string {
 // insert puts a region into the indexes. Its extent is taken already.
 func (c *Core) insert(r *region) {
 	c.regions[r.row.ID] = r
+	if n := len(c.ordered); n > 0 && c.ordered[n-1].row.ID < r.row.ID {
+		c.ordered = append(c.ordered, r)
+	} else {
+		c.ordered = nil
+	}
 	if o, ok := c.owners[r.row.Owner]; ok {
 		o.count++
 		o.bytes += r.row.Length
@@ -278,8 +282,9 @@ func (c *Core) release(b *Batch, r *region) (draining bool) {
 	return true
 }
 
-func (r *region) holders() []base.SessionID {
-	var out []base.SessionID
+func (r *region) holders() []base.SessionID { return r.appendHolders(nil) }
+
+func (r *region) appendHolders(out []base.SessionID) []base.SessionID {
 	for s, h := range r.rows {
 		if h.Held {
 			out = append(out, s)
@@ -315,6 +320,7 @@ func (c *Core) freeExtent(b *Batch, r *region) {
 		delete(c.byOp, operationKey{r.row.Owner, r.row.OwnerIncarnation, r.row.Operation})
 	}
 	delete(c.regions, r.row.ID)
+	c.ordered = nil
 	b.drop(bucketRegions, regionKey(r.row.ID))
 	b.touch(r.pool)
 	b.event(Event{Kind: EventRegionFreed, Owners: []base.OwnerID{r.row.Owner}, Pool: r.row.Pool, Region: r.row.ID})
@@ -354,13 +360,17 @@ func (c *Core) GetAccess(h Handle) (Place, error) {
 	return r.place(h), nil
 }
 
+// regionsInOrder lists the regions by id. What it returns stays as it is when regions
+// come and go.
 func (c *Core) regionsInOrder() []*region {
-	ids := slices.Sorted(maps.Keys(c.regions))
-	out := make([]*region, len(ids))
-	for i, id := range ids {
-		out[i] = c.regions[id]
+	if len(c.ordered) != len(c.regions) {
+		c.ordered = make([]*region, 0, len(c.regions))
+		for _, r := range c.regions {
+			c.ordered = append(c.ordered, r)
+		}
+		slices.SortFunc(c.ordered, func(x, y *region) int { return cmp.Compare(x.row.ID, y.row.ID) })
 	}
-	return out
+	return c.ordered
 }
 
 // Records finds a region whose records its owner may read or clear: its writer
