@@ -4,13 +4,16 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help build check test demo bench soak vmlab fuzz fmt generate clean
+.PHONY: help build wheel check test demo bench soak vmlab fuzz fmt generate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## the programs and libmaru.so, into bin/
 	@bash scripts/build.sh
+
+wheel: ## the Python wheel with libmaru.so and the vLLM connector, into dist/
+	@bash python/build_wheel.sh
 
 check: ## the fast lane: format, vet, lint, short tests (under 3 minutes warm)
 	@bash scripts/check.sh

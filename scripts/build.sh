@@ -8,9 +8,12 @@ set -euo pipefail
 command -v go >/dev/null || die "go is not on PATH: install Go 1.26"
 command -v gcc >/dev/null || die "gcc is not on PATH, and libmaru.so needs it (Debian: apt-get install gcc libc6-dev)"
 
+version=$(sed -n 's/^#define MARU_VERSION "\(.*\)"$/\1/p' include/maru.h)
+[[ -n $version ]] || die "include/maru.h names no MARU_VERSION"
+
 mkdir -p bin python/maru/lib
 say "build bin/maru-resource-manager bin/maru-server bin/maru-remote-cxl-agent bin/maru"
-go build -trimpath -o bin/ ./cmd/maru-resource-manager ./cmd/maru-server ./cmd/maru-remote-cxl-agent ./cmd/maru
+go build -trimpath -ldflags "-X main.version=$version" -o bin/ ./cmd/maru-resource-manager ./cmd/maru-server ./cmd/maru-remote-cxl-agent ./cmd/maru
 
 say "build bin/libmaru.so"
 CGO_ENABLED=1 go build -trimpath -buildmode=c-shared -o bin/libmaru.so ./cmd/libmaru

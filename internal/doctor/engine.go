@@ -88,7 +88,7 @@ func judge(f Finding, has installed) Finding {
 	case !has.Maru || !has.Adapter:
 		f.Status = Note
 		f.Found += ", without Maru's packages"
-		f.Cure = "install Maru's wheel there (bash python/build_wheel.sh makes it), or start the engine with PYTHONPATH on the python directory of this tree, after make build"
+		f.Cure = "install Maru's wheel there (make wheel), or start the engine with PYTHONPATH on the python directory of this tree, after make build"
 	}
 	return f
 }
