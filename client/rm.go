@@ -1,10 +1,12 @@
 package client
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -33,19 +35,21 @@ type manager struct {
 		conn     *grpc.ClientConn
 		api      maruv1.ResourceManagerClient
 		address  string
+		offered  string // the addresses that the server had named when conn was made
+		store    []byte // id of the resource manager that knows this session
 		sequence uint64
 		token    []byte
 		watching bool
 	}
 }
 
-// use returns the connection, made when it is first needed.
+// use returns the connection, made when it is first needed, and again when the server
+// names other addresses: they may be of the same resource manager at another place. One
+// with another store knows neither the holds of this session nor the regions that it has
+// mapped, and gives others the same numbers. Errors: ErrForeign, ErrUnavailable.
 func (m *manager) use(ctx context.Context, l *link) (maruv1.ResourceManagerClient, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.mu.api != nil {
-		return m.mu.api, nil
-	}
 	var problems []error
 	var candidates []string
 	if l.sameBoot && l.resp.GetRmUnixPath() != "" {
@@ -54,10 +58,17 @@ func (m *manager) use(ctx context.Context, l *link) (maruv1.ResourceManagerClien
 	for _, a := range l.resp.GetRmAddresses() {
 		candidates = append(candidates, m.client.reachable(a))
 	}
+	offered := strings.Join(candidates, " ")
+	if m.mu.api != nil && (offered == m.mu.offered || offered == "") {
+		return m.mu.api, nil
+	}
 	for _, a := range candidates {
 		api, conn, err := m.connect(ctx, a)
 		if err == nil {
-			m.mu.api, m.mu.conn, m.mu.address = api, conn, a
+			if m.mu.conn != nil {
+				_ = m.mu.conn.Close()
+			}
+			m.mu.api, m.mu.conn, m.mu.address, m.mu.offered = api, conn, a, offered
 			return api, nil
 		}
 		problems = append(problems, fmt.Errorf("resource manager at %s: %w", a, err))
@@ -82,6 +93,11 @@ func (m *manager) connect(ctx context.Context, address string) (maruv1.ResourceM
 	if err != nil {
 		return nil, nil, err
 	}
+	if m.mu.store != nil && !bytes.Equal(m.mu.store, d.GetStoreId()) {
+		return nil, nil, fmt.Errorf("%w: it is another one than this process has its memory of (store %x, was %x): start this process again to use it",
+			base.ErrForeign, d.GetStoreId(), m.mu.store)
+	}
+	m.mu.store = d.GetStoreId()
 	m.agent.manager(d, string(d.GetBootId()) == string(m.client.node.Boot[:]))
 	a, _ := rpc.ParseAddress(address)
 	if a.Network == "tcp" && d.GetUnixPath() != "" && string(d.GetBootId()) == string(m.client.node.Boot[:]) {
@@ -167,7 +183,7 @@ func (m *manager) hold(ctx context.Context, l *link, handles []*maruv1.RegionHan
 		m.notProvable(l, resp.GetReason())
 	}
 	if watch {
-		c.wg.Go(func() { m.watch(api) })
+		c.wg.Go(m.watch)
 	}
 	return resp.GetRegions(), nil
 }
@@ -234,10 +250,16 @@ func (c *Client) unholdOne(ctx context.Context, h *maruv1.RegionHandle) {
 }
 
 // watch takes the regions that drain at the RM, for as long as the client lives.
-func (m *manager) watch(api maruv1.ResourceManagerClient) {
+func (m *manager) watch() {
 	c := m.client
 	backoff := firstBackoff
 	for c.ctx.Err() == nil {
+		m.mu.Lock()
+		api := m.mu.api
+		m.mu.Unlock()
+		if api == nil {
+			return // closed
+		}
 		stream, err := api.WatchSession(c.ctx, &maruv1.WatchSessionRequest{SessionId: c.sessionID(), SessionSecret: m.secret})
 		for err == nil {
 			var e *maruv1.SessionRegionEvent

@@ -1,18 +1,21 @@
 package client
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/rm"
 	"github.com/xcena-dev/maru/internal/server"
 )
 
@@ -139,4 +142,78 @@ func TestRestartWithAnotherSocket(t *testing.T) {
 		t.Error("the session does not use the new socket")
 	}
 	want(t, "store", storeOne(t, c, 2, value(2, 1000)), base.CodeOK)
+}
+
+// `maru up` that ends and is started again is another server, resource manager and pool
+// behind one address. A session that has mapped the old pool cannot use the new one, and is
+// told so with the cure; it reads no wrong byte.
+func TestAnotherDeploymentBehindTheAddress(t *testing.T) {
+	first := startLab(t, 256<<20)
+	door := newFrontDoor(t, first.srv.ControlAddress())
+	cfg := first.config()
+	cfg.ServerAddress = door.listener.Addr().String()
+	c := open(t, cfg)
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	first.stop()
+	if err := first.rm.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(filepath.Dir(first.path)); err != nil {
+		t.Fatal(err)
+	}
+	second := startLab(t, 256<<20)
+	address := second.srv.ControlAddress()
+	door.target.Store(&address)
+	eventually(t, "the session at the second one", func() bool {
+		k := c.current()
+		return k != nil && k.resp.GetControlUnixPath() == second.cfg.UnixPath
+	})
+	k := c.current()
+	if _, err := c.manager.use(t.Context(), k); !errors.Is(err, base.ErrForeign) || !strings.Contains(err.Error(), "start this process again") {
+		t.Errorf("the other resource manager: %v", err)
+	}
+	// The own mapping has the bytes of before under numbers that the other one gives, too.
+	dst := make([]byte, 1000)
+	if got := loadOne(t, c, 1, dst); got == base.CodeOK {
+		t.Error("a key of the first one is found at the second one")
+	}
+	other := second.config()
+	other.ServerAddress = cfg.ServerAddress
+	b := open(t, other)
+	want(t, "store of a new process", storeOne(t, b, 1, value(9, 1000)), base.CodeOK)
+	if got := loadOne(t, c, 1, dst); got == base.CodeOK && !bytes.Equal(dst, value(9, 1000)) {
+		t.Error("wrong bytes")
+	}
+	want(t, "load of a new process", loadOne(t, b, 1, dst), base.CodeOK)
+}
+
+// The resource manager comes up with another socket: same store, same holds, no restart of
+// the client.
+func TestResourceManagerWithAnotherSocket(t *testing.T) {
+	l := startLab(t, 256<<20)
+	door := newFrontDoor(t, l.srv.ControlAddress())
+	cfg := l.config()
+	cfg.ServerAddress = door.listener.Addr().String()
+	c := open(t, cfg)
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	l.stop()
+	if err := l.rm.Close(); err != nil {
+		t.Fatal(err)
+	}
+	l.rmCfg.UnixPath += "2"
+	var err error
+	if l.rm, err = rm.Start(t.Context(), l.rmCfg); err != nil {
+		t.Fatal(err)
+	}
+	l.cfg.RMAddress = "unix:" + l.rmCfg.UnixPath
+	l.cfg.UnixPath, l.cfg.HotUnixPath = l.cfg.UnixPath+"2", l.cfg.HotUnixPath+"2"
+	l.start()
+	address := l.srv.ControlAddress()
+	door.target.Store(&address)
+	b := open(t, l.config())
+	dst := make([]byte, 1000)
+	eventually(t, "the key of before, for another client", func() bool { return loadOne(t, b, 1, dst) == base.CodeOK })
+	// What b stores lies in a region that c has to hold first.
+	want(t, "store", storeOne(t, b, 2, value(2, 1000)), base.CodeOK)
+	eventually(t, "a load through the new socket", func() bool { return loadOne(t, c, 2, dst) == base.CodeOK })
 }
