@@ -151,8 +151,14 @@ func (c *Core) ReleaseRow(b *Batch, i int) {
 	c.releases = append(c.releases, Release{Acquire: b.Sequence, First: uint32(i), Count: 1}) //nolint:gosec // a row
 }
 
-// ConfirmRow ends lease i here after the server has confirmed its release.
+// ConfirmRow ends lease i here after the server has confirmed its release. When the
+// session was opened again since the Acquire, the snapshot of that may have listed the
+// lease after the release was done, or at another server: it is released again.
 func (c *Core) ConfirmRow(b *Batch, i int) {
+	if b.Epoch != c.epoch || b.ServerEpoch != c.serverEpoch {
+		c.ReleaseRow(b, i)
+		return
+	}
 	if i < len(b.Rows) && b.Rows[i].Region != 0 && b.live > 0 {
 		c.dropRow(b, i)
 	}

@@ -89,3 +89,41 @@ func TestSecondListAtOneServer(t *testing.T) {
 		t.Fatal("a private region was given up")
 	}
 }
+
+// A lease whose release was confirmed in an older epoch may be in the list of a newer one:
+// nobody would end it there, so it is released again.
+func TestConfirmedBeforeItWasListed(t *testing.T) {
+	for _, opened := range []struct {
+		name   string
+		epoch  base.Epoch
+		server base.ServerEpoch
+	}{{"not again", 1, 100}, {"at the same server", 2, 100}, {"at another one", 2, 200}} {
+		t.Run(opened.name, func(t *testing.T) {
+			c := newCore(t)
+			add(t, c, shared(1, 4))
+			b := lease(t, c, 1, base.LeaseCopy)
+			if opened.epoch == 1 {
+				c.ConfirmRow(b, 0)
+				if got := c.TakeReleases(nil, 10); len(got) != 0 || c.Leases() != 0 {
+					t.Fatalf("%v is released again, %d leases", got, c.Leases())
+				}
+				return
+			}
+			s := c.Opened(Opening{
+				Epoch: opened.epoch, ServerEpoch: opened.server, TTL: 10 * time.Second, Margin: time.Second, Relist: true,
+				Pools: []PoolNumber{{ID: base.PoolID{1}, Medium: base.MediumCXL, Number: 100}},
+			})
+			if s == nil || len(s.Leases) != 1 {
+				t.Fatalf("listed: %+v", s)
+			}
+			c.ConfirmRow(b, 0) // the answer to a Release of before it was opened again
+			if got := c.TakeReleases(nil, 10); len(got) != 0 {
+				t.Fatalf("%v overtakes the list", got)
+			}
+			c.RelistDone(s)
+			if got := c.TakeReleases(nil, 10); len(got) != 1 || got[0].Acquire != b.Sequence || got[0].First != 0 || got[0].Count != 1 {
+				t.Fatalf("%v: what the list says is never ended", got)
+			}
+		})
+	}
+}
