@@ -126,7 +126,7 @@ func allocateHere(f *os.File, path string, size, missing uint64, o OpenOptions) 
 func fullError(path string, needs, has uint64, tmpfs bool) error {
 	cure := "free space there, choose a smaller size or another directory"
 	if tmpfs {
-		cure = "choose a smaller size, remove files there, or make it larger (mount -o remount,size=... )"
+		cure = "choose a smaller size, remove files there, or make it larger (mount -o remount,size=SIZE)"
 	}
 	return fmt.Errorf("%w: %s is full: %s needs %s, it has %s; %s",
 		base.ErrFull, filepath.Dir(path), filepath.Base(path), humanBytes(needs), humanBytes(has), cure)
