@@ -305,7 +305,10 @@ func (c *Client) leaveMemory() (bool, error) {
 	c.mu.unholds = nil
 	c.mu.Unlock()
 	if list, err := c.manager.unhold(ctx, list); err != nil {
-		c.log.Warn("the resource manager did not take the holds back; they end with this process", "regions", len(list), "error", err)
+		c.mu.Lock()
+		c.mu.unholds = list
+		c.mu.Unlock()
+		c.log.Warn("the resource manager did not take the holds back", "regions", len(list), "error", err)
 		return true, fmt.Errorf("giving %d holds back: %w", len(list), err)
 	}
 	return true, nil
@@ -366,8 +369,9 @@ func (c *Client) beginClose(ctx context.Context) (first, idle bool) {
 // the exported views stay to the end of the process. Calls in flight and submitted jobs
 // are finished first. It is idempotent; ctx bounds how long jobs are waited for and how
 // long the server is told. The session has ended here also when it returns an error: then
-// server or resource manager have not heard of it, and what it had comes back with the end
-// of this process.
+// server or resource manager have not heard of it. Of a drained session they are told in the
+// background (Config.Farewell); what it had comes back when they hear it, or with the end of
+// this process.
 func (c *Client) Close(ctx context.Context) error {
 	first, idle := c.beginClose(ctx)
 	if !first {
@@ -406,14 +410,16 @@ func (c *Client) Close(ctx context.Context) error {
 		c.mu.Unlock()
 	}
 	// The loop that opens has ended: no newer epoch comes.
-	if l := c.link.Load(); l != nil {
-		told := fmt.Errorf("%w: the epoch is over, and the server opens no other one", base.ErrUnavailable)
+	var told error
+	l := c.link.Load()
+	if l != nil {
+		told = fmt.Errorf("%w: the epoch is over, and the server opens no other one", base.ErrUnavailable)
 		if !l.over.Load() {
 			told = c.say(ctx, l, &maruv1.CloseRequest{Drained: !left, Left: left})
 		}
 		if told != nil {
 			err = errors.Join(err, fmt.Errorf("telling the server: %w", told))
-			c.log.Warn("the server was not told that this session ends; it finds out when the process does", "error", told)
+			c.log.Warn("the server was not told that this session ends", "error", told)
 		}
 		l.close()
 	}
@@ -421,6 +427,12 @@ func (c *Client) Close(ctx context.Context) error {
 	_ = c.conn.Close()
 	if c.cpu != nil && !left {
 		err = errors.Join(err, c.cpu.Close())
+	}
+	c.mu.Lock()
+	unheard := told != nil || len(c.mu.unholds) > 0
+	c.mu.Unlock()
+	if l != nil && unheard && (left || !c.sayLater(told == nil)) {
+		c.log.Warn("what this session had stays until this process ends")
 	}
 	return err
 }

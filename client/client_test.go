@@ -21,6 +21,7 @@ import (
 
 func TestMain(m *testing.M) {
 	inject.Main(map[string]inject.Subject{"client": clientSubject})
+	farewells.Store(farewellCount) // none but in the tests of it
 	leak.Check(m)
 }
 

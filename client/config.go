@@ -125,6 +125,10 @@ type Config struct {
 	// Prefault touches own memory in the background. Default on.
 	Prefault Switch
 
+	// Farewell goes on in the background, after a Close that server or resource manager has
+	// not heard, to tell them that the session has ended. Default on.
+	Farewell Switch
+
 	// AgentSocket is the Unix socket of this node's agent (maru-remote-cxl-agent), which
 	// vouches for this process where the resource manager runs on another node. Default:
 	// agent.sock in /run/maru, else in $XDG_RUNTIME_DIR/maru, of root or of this user;

@@ -21,7 +21,8 @@
 // A client owns, from Open to Close: one heartbeat and reconnect loop, one event
 // stream, one background worker (releases, resolves, acknowledgements, mappings that
 // go), CopyThreads copy threads, one pre-touch thread while memory is pre-touched, and
-// one watch of the resource manager when it holds regions.
+// one watch of the resource manager when it holds regions. After a Close that nobody
+// heard one goroutine more goes on telling it, until it was heard or the process ends.
 //
 // # Lock order
 //

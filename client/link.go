@@ -361,6 +361,7 @@ func (c *Client) install(l *link, sent time.Duration) {
 		Epoch: l.epoch, ServerEpoch: l.serverEpoch, Sent: sent, TTL: ms(r.GetTtlMs()), Margin: ms(r.GetMarginMs()),
 		Relist: r.GetRelist(), Pools: poolNumbers(l.pools),
 	})
+	closed := c.mu.core.Phase() == session.Closed
 	c.link.Store(l)
 	c.mu.pools = l.pools
 	c.mu.workers = workersOf(r.GetWorkers())
@@ -373,7 +374,9 @@ func (c *Client) install(l *link, sent time.Duration) {
 		old.close()
 		c.count.reconnects.Add(1)
 	}
-	c.wg.Go(func() { c.stream(l) })
+	if !closed { // else it was opened only to be closed there too
+		c.wg.Go(func() { c.stream(l) })
+	}
 	switch {
 	case snap != nil:
 		c.relist(l, snap)
