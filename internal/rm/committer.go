@@ -133,10 +133,10 @@ func (s *Server) runBatch(batch []*job) error {
 	}
 	for _, j := range waiting {
 		if j.err == nil && j.device != nil {
-			j.err = j.device()
+			j.err = unfinished(j.device())
 		}
 	}
-	slotErr := s.flushSlots()
+	slotErr := unfinished(s.flushSlots())
 	events := s.pending.Events()
 	s.pending = &core.Batch{}
 	s.glance.Store(s.takeGlance(nil)) // before the answers: who was answered sees it
@@ -154,6 +154,20 @@ func (s *Server) runBatch(batch []*job) error {
 		}
 	}
 	return nil
+}
+
+// unfinished is what callers hear of a device that failed behind their commit. It is no
+// refusal: what they asked for is in the store, and a hold, say, stays there until it is
+// given back. It is no success either: without its slot a store from before that commit
+// would be taken for the newest one, and without its table a region must not be mapped. So
+// the outcome is not known to them (X1). Who asks again meets a pool that is offline, and
+// a free or an unhold that is already done; at the next start the slot is written.
+// The callers of other pools in the batch hear the same, and find their work done.
+func unfinished(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: it is on record, and the device failed behind that: %w", base.ErrUnknown, err)
 }
 
 // commit makes the pending batch durable, if there is anything in it.
