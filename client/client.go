@@ -19,6 +19,7 @@ import (
 	"github.com/xcena-dev/maru/internal/hot"
 	"github.com/xcena-dev/maru/internal/keys"
 	"github.com/xcena-dev/maru/internal/media/cpu"
+	"github.com/xcena-dev/maru/internal/media/mapping"
 	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/rpc"
 	"github.com/xcena-dev/maru/internal/session"
@@ -72,6 +73,8 @@ type Client struct {
 		corrupt       []base.Key      // to be deleted
 		workers       []Worker
 		unholds       []*maruv1.RegionHandle // to be given back, each region once; changed under mapMu
+		unmaps        []*mapped              // whose memory could not be unmapped; changed under mapMu
+		unmapNot      time.Time              // before it that is not tried again
 		touch         []*mapped              // to be touched ahead; [0] is at work
 		layouts       map[LayoutID]*layout
 		lastLayout    LayoutID
@@ -89,6 +92,8 @@ type Client struct {
 
 	// events is held while events are applied, so that they are in their order.
 	events sync.Mutex
+
+	unmapMemory func(*mapping.Mapping) error // is Unmap, but in tests
 
 	// Of the background worker alone.
 	scratchGone []base.RegionID
@@ -132,7 +137,7 @@ func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Cli
 	}
 	c := &Client{
 		cfg: cfg, clock: clock,
-		reopen: make(chan struct{}, 1), kicked: make(chan struct{}, 1),
+		reopen: make(chan struct{}, 1), kicked: make(chan struct{}, 1), unmapMemory: (*mapping.Mapping).Unmap,
 	}
 	id := base.SessionID(base.NewID())
 	c.id.Store(&id)
@@ -298,6 +303,7 @@ func (c *Client) leaveMemory() (bool, error) {
 			c.queueUnholds([]*maruv1.RegionHandle{h})
 		}
 	}
+	c.unmapAgain()
 	ctx, cancel := context.WithTimeout(context.Background(), c.cfg.RPCTimeout)
 	defer cancel()
 	c.mu.Lock()

@@ -4,10 +4,8 @@ import (
 	"context"
 	"testing"
 
-	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/rm"
-	"github.com/xcena-dev/maru/internal/rpc"
 )
 
 // allowFarewells lets this test's clients say goodbye later, and waits for the last word.
@@ -17,21 +15,6 @@ func allowFarewells(t *testing.T) {
 		eventually(t, "the last word", func() bool { return farewells.Load() == 0 })
 		farewells.Store(farewellCount)
 	})
-}
-
-// regions counts what is allocated at the resource manager.
-func (l *lab) regions() int {
-	l.t.Helper()
-	conn, err := rpc.Dial(l.t.Context(), "unix:"+l.rmCfg.UnixPath)
-	if err != nil {
-		l.t.Fatal(err)
-	}
-	defer func() { _ = conn.Close() }()
-	list, err := maruv1.NewResourceManagerClient(conn).ListRegions(l.t.Context(), &maruv1.ListRegionsRequest{Limit: 1000})
-	if err != nil {
-		l.t.Fatal(err)
-	}
-	return len(list.GetRegions())
 }
 
 // A session is closed while both daemons are away, and its process goes on living: when they
@@ -49,7 +32,7 @@ func TestRealFarewell(t *testing.T) {
 			cfg.CPUBytes = 16 * testPage
 			c := open(t, cfg)
 			want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
-			if l.regions() == 0 || l.holds(c.Session()) == 0 {
+			if len(l.regionIDs()) == 0 || l.holds(c.Session()) == 0 {
 				t.Fatal("the session has nothing")
 			}
 			if restart {
@@ -74,7 +57,7 @@ func TestRealFarewell(t *testing.T) {
 			if restart {
 				kept = 0
 			}
-			eventually(t, "its regions", func() bool { return l.regions() == kept })
+			eventually(t, "its regions", func() bool { return len(l.regionIDs()) == kept })
 			eventually(t, "the end of the session at the server", func() bool {
 				other := cfg
 				other.CPUBytes, other.InstanceID = 0, "other"

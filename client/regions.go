@@ -304,89 +304,6 @@ func (c *Client) unreachable(ctx context.Context, l *link, poolNumber uint32, id
 	}
 }
 
-// dropGone unmaps what the core gave up, then gives the holds back. It has mapMu, so
-// that no region is held and mapped again between the two: a late Unhold would take the
-// new hold.
-func (c *Client) dropGone(ctx context.Context) {
-	c.mu.Lock()
-	c.scratchGone = c.mu.core.TakeGone(c.scratchGone[:0])
-	queued := len(c.mu.unholds)
-	c.mu.Unlock()
-	if len(c.scratchGone) == 0 && queued == 0 {
-		return
-	}
-	c.mapMu.Lock()
-	defer c.mapMu.Unlock()
-	for _, id := range c.scratchGone {
-		if h := c.unmap(id); h != nil {
-			c.queueUnholds([]*maruv1.RegionHandle{h})
-		}
-	}
-	c.mu.Lock()
-	list := c.mu.unholds
-	c.mu.unholds = nil
-	c.mu.Unlock()
-	list = slices.DeleteFunc(list, func(h *maruv1.RegionHandle) bool {
-		return c.region(base.RegionID(h.GetRegionId())) != nil // mapped again since: it needs its hold
-	})
-	if len(list) == 0 {
-		return
-	}
-	list, err := c.manager.unhold(ctx, list)
-	switch {
-	case err == nil:
-	case rpc.OutcomeUnknown(err) || away(err) || errors.Is(err, base.ErrDenied) && !c.manager.hasToken():
-		// Repeated with a later sequence, with the next heartbeat. mapMu is held: nothing
-		// was queued meanwhile.
-		c.mu.Lock()
-		c.mu.unholds = list
-		c.mu.Unlock()
-	default:
-		c.limited.warn(c.log, "giving holds back was refused", "regions", len(list), "error", err)
-	}
-}
-
-// unmap ends one mapping and forgets the region. It returns the hold to give back.
-func (c *Client) unmap(id base.RegionID) *maruv1.RegionHandle {
-	m := c.region(id)
-	if m == nil {
-		c.mu.Lock()
-		c.mu.core.RemoveRegion(id)
-		c.mu.Unlock()
-		return nil
-	}
-	c.setRegion(id, nil)
-	if m.segment >= 0 {
-		// The segment stays: another region of the same client may have it.
-		c.mu.Lock()
-		c.mu.core.RemoveRegion(id)
-		if !m.stuck.Load() { // else nobody gets its pages again
-			c.mu.segmentRegion[m.segment] = 0
-			c.mu.unprepared = true
-		}
-		c.mu.Unlock()
-		return nil
-	}
-	// Every copy has ended: a lease or a page in the making would have kept the region.
-	if err := c.unregister(m); err != nil {
-		c.log.Error("the GPU may still reach a region; it stays mapped and its hold is kept", "region", id, "error", err)
-		return nil
-	}
-	// Under the page lock: a mark in the making is finished before the bytes go.
-	m.marks.Lock()
-	err := m.mapping.Unmap()
-	m.records, m.data = nil, nil
-	m.marks.Unlock()
-	if err != nil {
-		c.log.Error("unmapping a region failed; its hold is kept", "region", id, "error", err)
-		return nil
-	}
-	c.mu.Lock()
-	c.mu.core.RemoveRegion(id)
-	c.mu.Unlock()
-	return m.handle
-}
-
 // growAgain is how long a refused growth answers for the allocations behind it.
 const growAgain = time.Second
 
@@ -409,7 +326,7 @@ func (c *Client) growOne(ctx context.Context) (*mapped, bool) {
 	c.mu.Lock()
 	n := c.mu.core.CountMedium(base.MediumCXL)
 	c.mu.Unlock()
-	if n.Free > 0 {
+	if n.Available > 0 {
 		return nil, true // another allocation was first
 	}
 	if time.Now().Before(c.growNot) {
@@ -545,7 +462,7 @@ func (c *Client) expandCXL(ctx context.Context, l *link, bytes uint64) (*mapped,
 	m, err := c.mapOwn(ctx, l, resp)
 	if err != nil {
 		c.unreachable(ctx, l, resp.GetPoolNumber(), base.RegionID(resp.GetHandle().GetRegionId()), err)
-		c.giveBack(ctx, l, resp)
+		c.giveBack(ctx, l, resp.GetPoolNumber(), base.RegionID(resp.GetHandle().GetRegionId()))
 		return nil, err
 	}
 	if c.cfg.Prefault != Off {
@@ -602,8 +519,8 @@ func (c *Client) addRegion(m *mapped, own session.Ownership) error {
 	return nil
 }
 
-// giveBack returns a region that could not be used.
-func (c *Client) giveBack(ctx context.Context, l *link, resp *maruv1.ExpandResponse) {
+// giveBack returns a region that could not be used, or is not used any more.
+func (c *Client) giveBack(ctx context.Context, l *link, poolNumber uint32, id base.RegionID) {
 	c.mu.Lock()
 	seq, err := c.mu.core.Begin()
 	c.mu.Unlock()
@@ -613,12 +530,12 @@ func (c *Client) giveBack(ctx context.Context, l *link, resp *maruv1.ExpandRespo
 	ctx, cancel := c.control(ctx, l)
 	defer cancel()
 	_, err = l.api.Return(ctx, &maruv1.ReturnRequest{
-		Operation: uint64(seq), PoolNumber: resp.GetPoolNumber(), RegionId: resp.GetHandle().GetRegionId(),
+		Operation: uint64(seq), PoolNumber: poolNumber, RegionId: uint32(id),
 	})
 	c.mu.Lock()
 	c.mu.core.End(seq)
 	c.mu.Unlock()
-	if err != nil {
+	if err != nil && !errors.Is(err, base.ErrNotFound) { // else it had it back before
 		c.limited.warn(c.log, "returning a region failed; the server frees it when the session ends", "error", err)
 	}
 }

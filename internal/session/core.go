@@ -344,6 +344,8 @@ type Counts struct {
 	Regions, Pages                                                uint64
 	Free, Writing, Committing, Ready, Retiring, Quarantined, Left uint64
 	Bytes, FreeBytes, WritingBytes, QuarantinedBytes              uint64
+	// Available are the free pages that Alloc hands out: those of regions that go are none.
+	Available uint64
 }
 
 // Count sums all own regions.
@@ -370,6 +372,9 @@ func (c *Core) countIf(take func(*region) bool) Counts {
 		out.Regions++
 		out.Pages += r.PageCount
 		out.Free += r.counts[Free]
+		if r.mode == serving {
+			out.Available += r.counts[Free]
+		}
 		out.Writing += r.counts[Writing]
 		out.Committing += r.counts[Committing]
 		out.Ready += r.counts[Ready]

@@ -132,6 +132,9 @@ func Map(fd int, offset, length uint64, o Options) (*Mapping, error) {
 	return m, nil
 }
 
+// munmap is unix.Munmap, but in tests.
+var munmap = unix.Munmap
+
 func mmap(fd int, offset int64, length, prot int, s Sync) ([]byte, error) {
 	if s == SyncIfAvailable {
 		data, err := unix.Mmap(fd, offset, length, prot, unix.MAP_SHARED_VALIDATE|unix.MAP_SYNC)
@@ -182,7 +185,8 @@ func (m *Mapping) Guard(fn func()) error {
 	return nil
 }
 
-// Unmap gives the range back. Errors: ErrClosed when it was unmapped before.
+// Unmap gives the range back. Errors: ErrClosed when it was unmapped before; ErrInternal when
+// the kernel refuses: the range is mapped as before, and Unmap can be called again.
 func (m *Mapping) Unmap() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -190,12 +194,13 @@ func (m *Mapping) Unmap() error {
 		return fmt.Errorf("%w: %s was unmapped before", base.ErrClosed, m.name)
 	}
 	// Out of the registry first: the address may belong to another mapping right after.
-	removeLive(addressOf(m.mu.data))
-	data := m.mu.data
-	m.mu.data = nil
-	if err := unix.Munmap(data); err != nil {
+	start := addressOf(m.mu.data)
+	removeLive(start)
+	if err := munmap(m.mu.data); err != nil {
+		addLive(start, start+uintptr(len(m.mu.data))) // it is there still, and can be asked for again
 		return fmt.Errorf("%w: unmapping %s: %w", base.ErrInternal, m.name, err)
 	}
+	m.mu.data = nil
 	return nil
 }
 

@@ -144,6 +144,28 @@ func TestOtherPanicsGoOn(t *testing.T) {
 	<-done
 }
 
+// A range that the kernel does not unmap is there as before, and goes when it is asked again.
+func TestUnmapAgain(t *testing.T) {
+	defer func() { munmap = unix.Munmap }()
+	munmap = func([]byte) error { return unix.ENOMEM }
+	m := mapFile(t, file(t, 4096), 4096, ReadWrite)
+	start := addressOf(m.Bytes())
+	if err := m.Unmap(); !errors.Is(err, base.ErrInternal) || !errors.Is(err, unix.ENOMEM) {
+		t.Fatal(err)
+	}
+	if !isLive(start) || len(m.Bytes()) != 4096 {
+		t.Fatal("a range that is mapped is not known any more")
+	}
+	m.Bytes()[0] = 1
+	munmap = unix.Munmap
+	if err := m.Unmap(); err != nil || isLive(start) || m.Bytes() != nil {
+		t.Fatal(err)
+	}
+	if err := m.Unmap(); !errors.Is(err, base.ErrClosed) {
+		t.Fatal(err)
+	}
+}
+
 func TestUnmapOnce(t *testing.T) {
 	m := mapFile(t, file(t, 4096), 4096, ReadWrite)
 	start := addressOf(m.Bytes())
