@@ -178,9 +178,10 @@ func (a *Agent) report(ctx context.Context, api maruv1.ResourceManagerClient) er
 		cancel()
 		if errors.Is(err, base.ErrNotFound) {
 			// An operator dropped this agent while it ran. It starts anew, and its mappers
-			// come by themselves.
+			// come by themselves. Its numbers go on: the new start may have the old epoch and
+			// token, and a VouchSession of before that is under way must stay below its reports.
 			a.mu.Lock()
-			a.mu.epoch, a.mu.token, a.mu.sequence = 0, nil, 0
+			a.mu.epoch, a.mu.token = 0, nil
 			a.mu.Unlock()
 		}
 		if err != nil {
