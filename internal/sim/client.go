@@ -29,10 +29,12 @@ type clientActor struct {
 	rank    uint32
 	role    base.Role
 	private bool
-	viewer  bool // it may export views
-	remote  bool // on another machine, a VM: nobody can prove its end
-	confirm bool // it has no roots to compare with: a Release must confirm what it read
-	vm      bool // its machine stands still, with its clock
+	viewer  bool        // it may export views
+	remote  bool        // on another machine, a VM: nobody can prove its end
+	agent   *agentActor // of its machine; nil: none, or it is on the resource manager's
+	boot    base.BootID // of the agent's machine, when it was started
+	confirm bool        // it has no roots to compare with: a Release must confirm what it read
+	vm      bool        // its machine stands still, with its clock
 	since   time.Duration
 	stood   time.Duration    // how long its clock stood still
 	touched bool             // to be checked
@@ -53,6 +55,11 @@ type clientActor struct {
 	holdSequence uint64
 	holdToken    []byte
 	watching     *stream
+
+	vouched, looking bool // by the agent; it is asked again
+	vouchNot         time.Duration
+	asking           []func(bool)
+	bound            bool // what the resource manager has on record durably, for the checks
 
 	maps       map[base.RegionID]*mapping
 	handles    map[base.RegionID]core.Handle
@@ -110,10 +117,14 @@ func (w *world) newClient(rank int, role base.Role) *clientActor {
 	half := w.id()
 	copy(c.own[:], half[:])
 	if role == base.RoleWorker {
-		c.remote = !w.calm && w.chance(20)
+		c.remote = !w.calm && w.chance(25)
 		c.private = !c.remote && w.chance(40)
 		c.confirm = c.remote && w.chance(50)
 		c.viewer = w.chance(70)
+		if c.remote && w.chance(60) {
+			c.agent = w.agentOf(rank)
+			c.boot = c.agent.boot()
+		}
 	}
 	c.core = session.New(session.Config{Session: c.id, MaxOperations: 256, MaxLeases: 64})
 	w.note("%s starts, private memory: %v, remote: %v", c.process.name, c.private, c.remote)
@@ -126,7 +137,10 @@ func (c *clientActor) now() time.Duration { return c.process.clock() }
 
 // node is where it runs.
 func (c *clientActor) node() base.NodeID {
-	if c.remote {
+	switch {
+	case c.agent != nil:
+		return c.agent.node
+	case c.remote:
 		return base.NodeID{0xfe, byte(c.process.pid)}
 	}
 	return c.w.manager.cfg.Node
@@ -137,6 +151,9 @@ func (c *clientActor) peer() core.Peer {
 	p := c.w.manager.peer(c.process)
 	if c.remote {
 		p = core.Peer{Node: c.node(), Boot: base.BootID{0xfe, byte(c.process.pid)}, Reason: "it calls over TCP"}
+		if c.agent != nil {
+			p.Boot = c.boot
+		}
 	}
 	p.Secret = c.own[:]
 	return p
@@ -144,10 +161,17 @@ func (c *clientActor) peer() core.Peer {
 
 // stop has its process stand still; of a remote one the machine does, with its clock.
 func (c *clientActor) stop(d time.Duration) {
-	if c.remote && !c.process.paused {
-		c.vm, c.since = true, c.w.now
+	for _, x := range c.w.clients {
+		if x == c || c.agent != nil && x.agent == c.agent && x.alive() {
+			if x.remote && !x.process.paused {
+				x.vm, x.since = true, c.w.now
+			}
+			c.w.pause(x.process, d)
+		}
 	}
-	c.w.pause(c.process, d)
+	if c.agent != nil && c.agent.alive() {
+		c.w.pause(c.agent.process, d)
+	}
 }
 
 func (c *clientActor) alive() bool { return !c.process.ended }

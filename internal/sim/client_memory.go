@@ -136,8 +136,14 @@ func (c *clientActor) hold(l *link, handles []core.Handle, done func([]core.Plac
 					c.queueUnholds(handles)
 					c.kick()
 				}
+				if req.Vouched && errors.Is(err, base.ErrStale) {
+					c.vouched, c.vouchNot = false, 0 // an operator may have dropped the session there
+				}
 				done(nil, err)
 				return
+			}
+			if !out.Provable {
+				c.lookForAgent()
 			}
 			c.holdToken = append([]byte(nil), out.Token[:]...)
 			if c.watching == nil {
@@ -146,7 +152,12 @@ func (c *clientActor) hold(l *link, handles []core.Handle, done func([]core.Plac
 			done(out.Places, nil)
 		})
 	}
-	try()
+	c.vouch(l, func(vouched bool) {
+		if req.Vouched = vouched; vouched {
+			c.ambushed("holds")
+		}
+		try()
+	})
 }
 
 // queueUnholds queues holds to be given back, each region once.

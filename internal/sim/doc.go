@@ -14,15 +14,23 @@
 //   - A store that cannot be written, a device that cannot.
 //   - Clocks of all processes off by up to 0.1 %; the whole machine standing still, its
 //     clock too or not; remote mappers on a machine of their own, whose clock stands still
-//     with it and whose end only an operator can tell.
+//     with it and whose end only its agent can tell, or, without one, an operator.
+//   - Agents: most remote machines have a watcher that vouches for the mappers there. It is
+//     killed and started again with its record, cut off from the resource manager, booted
+//     again with its machine, dropped by an operator; mappers die while they are bound, or
+//     while their hold is under way.
 //   - Rolling updates: two servers with one id, the older one fenced, at once or after a
 //     partition. Forks. Sessions that come back from being suspect, or leave with views.
 //
 // Pages are two words each, written and copied one after the other, so that a torn or
 // wrong read can be seen.
 //
-// It is no test of the shells, of the codecs (rows are packed by internal/hot, frames
-// are not made) or of agents: there is one resource manager, one pool, one namespace.
+// It is no test of the shells or of the codecs (rows are packed by internal/hot, frames
+// are not made): there is one resource manager, one pool, one namespace. Agents are
+// modelled by their contract (docs/rfcs/0009): internal/agent has no core of its own; a
+// process that an agent cannot find any more, and cache lines to be written back, are not
+// modelled. No client opens again by its secret alone: one on another machine that a
+// restarted server refuses is started anew.
 //
 // # Determinism
 //
@@ -51,7 +59,9 @@
 //     delete means what the newer one has. No server is held to know another one's private
 //     pools. docs/rfcs/0010 says why.
 //   - L1 when faults stop, nothing stays retiring, quarantined, suspect or draining, no
-//     fenced server goes on, and when all have closed or died every byte is free.
+//     fenced server goes on, and when all have closed or died every byte is free, and the
+//     resource manager knows no session any more. What an agent has vouched for comes back
+//     without an operator, unless one dropped that agent.
 //
 // After each event the parts are checked that it can have changed: a directory that was
 // called, the resource manager's regions when its core, a mapping or an acknowledgement
@@ -62,8 +72,9 @@
 // # Planted errors
 //
 // A Fault plants an error into an actor, to show that the checks find it: one for each
-// defect BUG-01, 03, 04 and CTX-20, 22 to 25, and at least one for each rule of section 3.
+// defect BUG-01, 03, 04 and CTX-20, 22 to 25, at least one for each rule of section 3, and
+// six for agents.
 // `maru sim --faults` says how many seeds each took.
 //
-// Source: docs/PROTOCOL.md; the shells internal/rm, internal/server, client.
+// Source: docs/PROTOCOL.md; the shells internal/rm, internal/server, client, internal/agent.
 package sim

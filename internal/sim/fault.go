@@ -47,6 +47,12 @@ const (
 	FenceStartsTTL
 	ClearedUnwritten
 	SweepBlind
+	RecordNotKept
+	ReportedIsDone
+	AgentRestartIsProof
+	VouchUnnumbered
+	HoldOutlivesProcess
+	DropAgentIsProof
 	faultCount
 )
 
@@ -87,6 +93,12 @@ var faultTable = [faultCount]struct{ name, rule string }{
 	FenceStartsTTL:      {"fence-starts-ttl", "Server restart: a fence alone starts the wait for readers"},
 	SweepBlind:          {"sweep-blind", "Proof: the server asks only at its connection who holds nothing any more"},
 	ClearedUnwritten:    {"cleared-unwritten", "Delete: a writer acknowledges marks that it has not cleared"},
+	RecordNotKept:       {"record-not-kept", "Proof: an agent binds a session that its store does not have"},
+	ReportedIsDone:      {"reported-is-done", "Proof: an agent forgets an end when it has told it, not when it is acknowledged"},
+	AgentRestartIsProof: {"agent-restart-is-proof", "Proof: a restarted agent takes the processes on record for gone"},
+	VouchUnnumbered:     {"vouch-unnumbered", "Proof: an agent's word for a process that a report of its end overtook counts"},
+	HoldOutlivesProcess: {"hold-outlives-process", "Holds: a hold that was under way when its vouched process ended makes the session anew"},
+	DropAgentIsProof:    {"drop-agent-is-proof", "Proof: the RM takes what a dropped agent vouched for to be gone"},
 }
 
 func (f Fault) String() string {

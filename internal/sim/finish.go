@@ -25,7 +25,9 @@ func (w *world) finish() {
 		w.resume(p)
 	}
 	for _, c := range w.clients {
-		if c.remote && !c.alive() {
+		if c.agent != nil && !c.alive() {
+			w.operatorLooks(c, 15)
+		} else if c.remote && !c.alive() {
 			w.manager.operatorDrops(c.id)
 			w.at(nil, 10*time.Second, func() { w.manager.operatorDrops(c.id) })
 		}
@@ -162,6 +164,9 @@ func (w *world) notEmpty() string {
 		if p.AllocatedBytes > 0 {
 			return fmt.Sprintf("everybody is gone and %d bytes are allocated: %+v; %s", p.AllocatedBytes, w.manager.regions(), w.whoHolds())
 		}
+	}
+	if n := w.manager.core.SessionCount(); n > 0 {
+		return fmt.Sprintf("everybody is gone and the resource manager knows %d sessions", n)
 	}
 	u := w.server.dir.Usage(w.server.now())
 	if u.Regions > 0 || u.Objects > 0 {

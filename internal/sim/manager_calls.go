@@ -98,13 +98,21 @@ func (a *managerActor) clear(who core.Claim, id base.RegionID, pages []base.Page
 
 func (a *managerActor) hold(req core.Hold) func(func(core.Held, error)) {
 	req.Nonce = a.w.id()
+	vouched := req.Vouched
 	return request(a, func(b *core.Batch) (core.Held, error) {
+		if a.w.planted(HoldOutlivesProcess) {
+			req.Vouched = false
+		}
+		known := a.core.KnowsSession(req.Session, req.Peer.Secret)
 		if a.w.planted(FencedGoesOn) {
 			req.Incarnation = a.w.newest
 		}
 		out, err := a.core.Hold(b, a.nowMS(), req)
 		if err == nil {
 			a.watch(req.Peer.Process)
+			if !known && !vouched {
+				a.unbound(req.Session)
+			}
 		}
 		return out, err
 	}, func(out core.Held) error {
@@ -120,6 +128,9 @@ func (a *managerActor) hold(req core.Hold) func(func(core.Held, error)) {
 func (a *managerActor) unhold(req core.Unhold) func(func(struct{}, error)) {
 	return request(a, func(b *core.Batch) (struct{}, error) {
 		_, err := a.core.Unhold(b, a.nowMS(), req)
+		if err == nil {
+			a.watch(req.Peer.Process) // it may have bound the session
+		}
 		return struct{}{}, err
 	}, nil)
 }
@@ -242,6 +253,7 @@ func (a *managerActor) check(regions []core.RegionInfo) {
 			w.fail("R3", "%s maps region %d and no hold of it is on record", m.process.name, m.region)
 		}
 	}
+	a.checkVouched()
 	lost := base.RegionID(0) // the first of them
 	for id, extent := range w.acked {
 		if r := find(regions, id); (r == nil || r.Extent != extent) && (lost == 0 || id < lost) {

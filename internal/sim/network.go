@@ -175,6 +175,9 @@ func (w *world) cutEnds(a, b *process) time.Duration {
 	if a.client == nil {
 		a, b = b, a
 	}
+	if a.agent != nil {
+		a, b = b, a
+	}
 	manager := a == w.manager.process || b == w.manager.process
 	kept := w.cuts[:0]
 	for _, c := range w.cuts {
@@ -185,6 +188,8 @@ func (w *world) cutEnds(a, b *process) time.Duration {
 		between := false
 		switch {
 		case c.from > w.now:
+		case b.agent != nil:
+			between = a.client == nil && c.kind == ActCutAgent && b.agent.rank == c.rank // its clients are on its machine
 		case a.client == nil:
 			between = c.kind == ActCutDaemons && (c.only == nil || c.only == a || c.only == b)
 		case int(a.client.rank) == c.rank:
@@ -211,7 +216,7 @@ func (w *world) stopMachine(d time.Duration, clockToo bool) {
 	w.result.Machines++
 	w.machine.stopped, w.machine.clockToo, w.machine.since = true, clockToo, w.now
 	for _, p := range w.processes {
-		if p.client == nil || !p.client.remote {
+		if p.agent == nil && (p.client == nil || !p.client.remote) {
 			w.pause(p, d)
 		}
 	}

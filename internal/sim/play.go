@@ -173,7 +173,27 @@ func (w *world) act(a *Action) {
 		if !busy {
 			w.edge(c, a.Keys)
 		}
+	case ActKillAgent, ActDropAgent, ActReboot, ActCutAgent:
+		w.actAgent(a)
 	case kindCount:
+	}
+}
+
+// actAgent is about the agent of a rank's machine.
+func (w *world) actAgent(a *Action) {
+	g := w.agents[a.Rank]
+	if g == nil {
+		return
+	}
+	switch a.Kind {
+	case ActKillAgent:
+		g.kill()
+	case ActDropAgent:
+		w.manager.dropAgent(g)
+	case ActReboot:
+		g.reboot()
+	default:
+		w.cut(a.Kind, a.Rank, a.For)
 	}
 }
 
@@ -195,6 +215,14 @@ func (w *world) kill(c *clientActor, how string) {
 	w.result.Kills++
 	w.end(c.process)
 	c.views = nil
+	if c.agent != nil {
+		c.agent.processEnded(c)
+		if w.trouble(w.rough / 4) {
+			w.at(nil, w.between(0, 2*time.Second), c.agent.kill)
+		}
+		w.at(nil, w.between(5*time.Second, 20*time.Second), func() { w.operatorLooks(c, 12) })
+		return
+	}
 	if c.remote {
 		// Nobody can prove its end; an operator who knows of it says so.
 		if !w.faulty || w.chance(50) {

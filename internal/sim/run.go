@@ -48,6 +48,10 @@ type Result struct {
 	SlotsMissed     int           `json:"slots_not_flushed"`
 	SlotsTorn       int           `json:"slots_torn"`
 	FailedCommits   int           `json:"store_commits_failed"`
+	AgentRestarts   int           `json:"agent_restarts"`
+	AgentsDropped   int           `json:"agents_dropped"`
+	Reboots         int           `json:"reboots"`
+	Vouched         int           `json:"ends_proved_by_agents"`
 	Remote          int           `json:"remote_mappers_ended_by_operator"`
 }
 
@@ -60,7 +64,8 @@ func (r *Result) Add(o Result) {
 		{&r.Closes, &o.Closes}, {&r.Left, &o.Left}, {&r.Listed, &o.Listed}, {&r.Kept, &o.Kept}, {&r.Returned, &o.Returned},
 		{&r.Cuts, &o.Cuts}, {&r.Rolls, &o.Rolls}, {&r.Fenced, &o.Fenced}, {&r.Forks, &o.Forks}, {&r.Machines, &o.Machines},
 		{&r.LostWrites, &o.LostWrites}, {&r.SlotsMissed, &o.SlotsMissed}, {&r.SlotsTorn, &o.SlotsTorn}, {&r.FailedCommits, &o.FailedCommits},
-		{&r.Remote, &o.Remote},
+		{&r.Remote, &o.Remote}, {&r.AgentRestarts, &o.AgentRestarts}, {&r.AgentsDropped, &o.AgentsDropped}, {&r.Reboots, &o.Reboots},
+		{&r.Vouched, &o.Vouched},
 	} {
 		*p.to += *p.from
 	}

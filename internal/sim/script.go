@@ -40,12 +40,17 @@ const (
 	ActRoll                     // a second server with the same id takes over
 	ActRollCut                  // and the older one cannot hear of it; the worker reads Keys there
 	ActEdge                     // the worker reads Keys until the very end of its session
+	ActKillAgent                // the agent of the rank's machine is killed and started again
+	ActDropAgent                // an operator drops it at the resource manager
+	ActReboot                   // its machine is booted again
+	ActCutAgent                 // it and the resource manager cannot reach each other
 	kindCount
 )
 
 var kindNames = [...]string{
 	"store", "load", "view", "delete", "probe", "rest", "pause", "kill", "close", "fork", "kill-rm", "kill-server",
 	"pause-server", "pause-rm", "drop-link", "cut-server", "cut-rm", "cut-daemons", "machine", "roll", "roll-cut", "edge",
+	"kill-agent", "drop-agent", "reboot", "cut-agent",
 }
 
 func (k Kind) String() string {
@@ -106,6 +111,10 @@ var weights = [kindCount]struct {
 	ActRoll:         {5, span{}},
 	ActRollCut:      {3, span{12 * time.Second, 20 * time.Second}},
 	ActEdge:         {6, span{}},
+	ActKillAgent:    {8, span{}},
+	ActDropAgent:    {3, span{}},
+	ActReboot:       {3, span{}},
+	ActCutAgent:     {6, span{100 * time.Millisecond, 12 * time.Second}},
 }
 
 // Generate makes the script of a seed. Steps: 0 is 500.

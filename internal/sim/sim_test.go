@@ -67,6 +67,7 @@ func TestSeeds(t *testing.T) {
 		"kept regions given back": sum.Kept, "suspects that came back": sum.Returned, "partitions": sum.Cuts, "servers fenced": sum.Fenced,
 		"forks": sum.Forks, "machine pauses": sum.Machines, "store writes lost": sum.LostWrites, "slots not flushed": sum.SlotsMissed,
 		"slots torn": sum.SlotsTorn, "failed commits": sum.FailedCommits, "remote mappers": sum.Remote,
+		"restarts of agents": sum.AgentRestarts, "agents dropped": sum.AgentsDropped, "reboots": sum.Reboots, "ends proved by agents": sum.Vouched,
 	} {
 		if n == 0 && count >= 400 {
 			t.Errorf("no run had any: %s", name)

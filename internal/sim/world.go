@@ -47,6 +47,7 @@ type world struct {
 	server  *serverActor   // at the server's address
 	older   []*serverActor // that a rolling update leaves running
 	clients []*clientActor
+	agents  map[int]*agentActor // by rank
 
 	newest      base.Incarnation // that the RM has issued for good
 	newestToken core.Token
@@ -57,7 +58,7 @@ func newWorld(s *Script) *world {
 	w := &world{
 		script: s, own: newChain(s.Seed, s.Calm), faulty: true, rough: float64(s.Rough),
 		acked: map[base.RegionID]base.Extent{}, freed: map[base.RegionID]bool{}, extents: map[base.RegionID]regionAt{}, lastOrders: map[base.Incarnation]base.CommitOrder{},
-		truth: newTruth(), memory: newMemory(),
+		truth: newTruth(), memory: newMemory(), agents: map[int]*agentActor{},
 	}
 	w.chain = w.own
 	w.result.Steps = len(s.Actions)
@@ -101,6 +102,7 @@ type process struct {
 	name    string
 	pid     int64
 	client  *clientActor  // nil: a daemon
+	agent   *agentActor   // nil: another program
 	chain   *chain        // of what it does by itself
 	drift   time.Duration // of its clock in a second
 	ended   bool
