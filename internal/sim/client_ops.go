@@ -159,7 +159,8 @@ func (c *clientActor) acquire(kind base.LeaseKind, keys []int, got func(l *link,
 		answer(out, err)
 	}, func(out []byte, err error, f fate) {
 		if err != nil {
-			if f == noAnswer || f == answered && unknownOutcome(f, err) {
+			// It may have come twice: the second one stale, the first one done.
+			if f == noAnswer || f == answered && (unknownOutcome(f, err) || errors.Is(err, base.ErrStale)) {
 				c.core.LoseAcquire(b)
 			} else {
 				c.core.RefuseAcquire(b)
