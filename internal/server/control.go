@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -124,6 +125,13 @@ func (c *control) open(ctx context.Context, m *maruv1.OpenRequest) (*maruv1.Open
 		req.Proof = directory.ProofProcess // only that process has it
 	}
 	sess, result, workers, err := s.openSession(req)
+	if errors.Is(err, base.ErrDenied) && req.Proof != directory.ProofProcess && req.PreviousServerEpoch != 0 && !s.bound.has(req.Session) &&
+		s.rm.knowsSession(ctx, req.Session, m.GetSessionSecret()) {
+		// It shows a secret that was never in force: an Open that it had given up came after
+		// the one whose answer it has.
+		req.Proof = directory.ProofProcess
+		sess, result, workers, err = s.openSession(req)
+	}
 	if err != nil {
 		return nil, err
 	}

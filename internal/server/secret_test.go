@@ -362,3 +362,42 @@ func TestLostSecret(t *testing.T) {
 		t.Errorf("%v, %d regions", err, len(regionsAt(t, api)))
 	}
 }
+
+// An Open that a client has given up is executed after its retry, and before the client has
+// shown the secret that it got: the server forgets that one. The session's secret at the
+// resource manager tells that it is the one.
+func TestReopenAfterLateOpen(t *testing.T) {
+	l := newLab(t, 64<<20)
+	l.startRM()
+	s := startServer(t, l.cfg)
+	waitReady(t, s)
+	secret := base.NewOwnerSecret().Bytes()
+	request := func(m *maruv1.OpenRequest) { cxlRequest(m); m.SessionSecret = secret }
+	c := newClient(t, s.ControlAddress(), request)
+	l.prove(c)
+	r := c.expand(maruv1.Medium_MEDIUM_CXL, 2, 65536)
+	_, err := l.rmClient().Hold(testContext(t), &maruv1.HoldRequest{
+		SessionId: c.id[:], SessionSecret: secret, ServerId: c.open.GetServerId(), OwnerIncarnation: c.open.GetOwnerIncarnation(), Sequence: 1,
+		Handles: []*maruv1.RegionHandle{r.GetHandle()}, NodeId: c.open.GetNodeId(), BootId: c.open.GetBootId(),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	late := c.open
+	if err := c.reopen(request); err != nil { // the retry
+		t.Fatal(err)
+	}
+	known := c.open
+	if c.open = late; c.reopen(request) != nil {
+		t.Fatal("the late one is refused: nothing is tested")
+	}
+	c.open = known
+	for name, stranger := range map[string][]byte{"another secret": base.NewOwnerSecret().Bytes(), "none": nil} {
+		if err := c.reopen(func(m *maruv1.OpenRequest) { cxlRequest(m); m.SessionSecret = stranger }); !errors.Is(err, base.ErrDenied) {
+			t.Fatalf("with %s: %v", name, err)
+		}
+	}
+	if err := c.reopen(request); err != nil {
+		t.Errorf("with its own secret: %v", err)
+	}
+}
