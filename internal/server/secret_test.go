@@ -288,7 +288,9 @@ func TestLostSecret(t *testing.T) {
 	waitReady(t, s)
 	c := newClient(t, s.ControlAddress(), cxlRequest)
 	l.prove(c)
-	c.expand(maruv1.Medium_MEDIUM_CXL, 16, 65536)
+	region := c.expand(maruv1.Medium_MEDIUM_CXL, 16, 65536).GetHandle()
+	api := l.rmClient()
+	l.hold(api, c, false, 1, region) // or a server that has started again gives it back
 	id := s.ServerID()
 	stopServer(t, s)
 	secret := filepath.Join(l.cfg.StateDir, secretFile)
@@ -332,9 +334,11 @@ func TestLostSecret(t *testing.T) {
 	}
 	cpu := newClient(t, s.ControlAddress(), nil)
 	cpu.expand(maruv1.Medium_MEDIUM_CPU, 4, 4096)
-	api := l.rmClient()
 	if n := len(regionsAt(t, api)); n != 1 {
 		t.Errorf("%d regions of the owner are left", n)
+	}
+	if _, err := api.Unhold(testContext(t), &maruv1.UnholdRequest{SessionId: c.id[:], Sequence: 2, Handles: []*maruv1.RegionHandle{region}}); err != nil {
+		t.Fatal(err)
 	}
 	if _, err := api.DropOwner(testContext(t), &maruv1.DropOwnerRequest{OwnerId: id[:], Confirm: true}); err != nil {
 		t.Fatal(err)
