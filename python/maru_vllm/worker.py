@@ -14,7 +14,7 @@ Invariants:
   W1  A load's request is reported once, in the step after its last chunk ended, with
       every block of every chunk that failed (R13).
   W2  A store's source blocks are not reported as free before each of its chunks has
-      been copied or given up. Its commit holds them back for _COMMIT_GRACE_S at most.
+      been copied or given up.
   W3  A preempted request's chunks that are not submitted are dropped; those that are
       submitted are copied before before_overwrite returns (R18). Their commit may be
       under way then.
@@ -26,7 +26,7 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -44,10 +44,6 @@ logger = logging.getLogger("maru.vllm")
 
 # One log line of a kind in so many seconds, with the count of those left out.
 _LOG_EVERY_S = 30.0
-
-# A finished request's stores that are copied are waited for so long, so that their counts
-# come with its steps; then its blocks go back: a server that hangs must not hold them.
-_COMMIT_GRACE_S = 0.1
 
 # Chunks of one call of the library.
 _MAX_ITEMS = 4096
@@ -169,7 +165,7 @@ class WorkerRole:
         self._store_jobs: dict[int, list[tuple[_Store, int]]] = {}  # with the count of chunks
         self._load_bytes = self._store_bytes = self._waiting_bytes = 0
         self._storing: dict[str, int] = {}  # store orders under way, by request
-        self._finishing: dict[str, float] = {}  # since when
+        self._finishing: set[str] = set()
         self._recving: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._report = StepReport()
@@ -201,8 +197,8 @@ class WorkerRole:
         This runs in every step; start_stores does not in steps without tokens (0.26), and
         a request may end in the last step that has some. Its stores came with earlier ones.
         """
+        self._finishing.update(orders.finishing)
         now = self._clock()
-        self._finishing.update(dict.fromkeys(orders.finishing, now))
         for order in orders.loads:
             self._load_queue.append(_Load(order, with_shard(order.keys, self._shard), [0, *accumulate(order.counts)], now))
         self._pump_loads()
@@ -303,7 +299,8 @@ class WorkerRole:
         for store in [s for s in self._store_queue if s.order.request_id in preempted]:
             self._drop_rest(store, "dropped")
         since = self._clock()
-        while self._reading(preempted):
+        reading = [j for j, parts in self._store_jobs.items() if any(s.order.request_id in preempted for s, _ in parts)]
+        while reading := [j for j in reading if j in self._store_jobs and not self._transfers.copied(j)]:
             self._transfers.wait(0.1)
             self._poll()
             if self._clock() - since > 5.0:
@@ -438,13 +435,6 @@ class WorkerRole:
             del self._storing[request_id]
         self._report.stored[request_id] = self._report.stored.get(request_id, 0) + 1
 
-    def _reading(self, requests: Container[str]) -> bool:
-        """Whether stores of one of the requests will still read its blocks; their commits may be under way when none does."""
-        return any(s.order.request_id in requests for s in self._store_queue) or any(
-            any(s.order.request_id in requests for s, _ in parts) and not self._transfers.copied(job)
-            for job, parts in self._store_jobs.items()
-        )
-
     # -- results ----------------------------------------------------------
 
     def _poll(self) -> None:
@@ -461,12 +451,10 @@ class WorkerRole:
         self._pump_stores()
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """(sent, received) since the last call: requests whose blocks no store reads any more, and whose load has ended."""
+        """(sent, received) since the last call: requests whose stores, and whose load, have ended."""
         self._poll()
-        late = self._clock() - _COMMIT_GRACE_S
-        sent = {r for r, at in self._finishing.items() if r not in self._storing or (at <= late and not self._reading((r,)))}
-        for request_id in sent:
-            del self._finishing[request_id]
+        sent = {r for r in self._finishing if r not in self._storing}
+        self._finishing -= sent
         received, self._recving = self._recving, set()
         self._gauges()
         return sent, received

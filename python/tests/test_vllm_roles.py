@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from maru_vllm.geometry import (
 from maru_vllm.messages import StepOrders, StepReport
 from maru_vllm.scheduler import SchedulerRole, bypass_reason
 from maru_vllm.settings import SettingsError, parse_settings, parse_size
-from maru_vllm.worker import Budgets, WorkerRole
+from maru_vllm.worker import WorkerRole
 
 BLOCK = 16
 CHUNK_BLOCKS = 4
@@ -382,7 +381,7 @@ class FakeTransfers:
     def close(self, timeout_s: float) -> None: ...
 
 
-def make_worker(t: FakeTransfers, **kw: Any) -> WorkerRole:
+def make_worker(t: FakeTransfers, **kw: bool) -> WorkerRole:
     w = WorkerRole(t, chunk_blocks=CHUNK_BLOCKS, submit_error=Refused, already_code=30, **kw)
     w.register([LayerRuns(0, 100, (0,), 100)], 64)
     return w
@@ -433,40 +432,6 @@ def test_sent_is_reported_once_and_only_when_the_stores_ended() -> None:
     assert w.finished() == ({"a"}, set())
     assert w.report() == StepReport({"a": 1}) and w.report() is None
     assert w.finished() == (set(), set())
-
-
-def test_a_commit_that_hangs_does_not_hold_a_finished_requests_blocks() -> None:
-    t = FakeTransfers()
-    now = 0.0
-    w = make_worker(t, clock=lambda: now)
-    w.start_stores(a_store("a"))
-    w.start_stores(a_store("b"))
-    w.start_loads(StepOrders(finishing=["a", "b"]))
-    t.read = {1}
-    assert w.finished() == (set(), set()), "a commit is quick"
-    now = 0.2
-    assert w.finished() == ({"a"}, set()), "the other one is not copied yet"
-    assert w.finished() == (set(), set()) and w.busy and w.report() is None
-    t.done = [1, 2]
-    assert w.finished() == ({"b"}, set())
-    assert w.report() == StepReport({"a": 1, "b": 1}) and not w.busy
-
-
-def test_chunks_that_wait_for_the_budget_hold_their_blocks() -> None:
-    t = FakeTransfers()
-    now = 0.0
-    w = make_worker(t, clock=lambda: now, budgets=Budgets(store_bytes=1))
-    w.start_stores(a_store("a"))
-    w.start_stores(a_store("a"))
-    w.start_loads(StepOrders(finishing=["a"]))
-    now, t.read = 0.2, {1}
-    assert len(t.jobs) == 1 and w.finished() == (set(), set()), "the second one is not even submitted"
-    t.done = [1]
-    assert w.finished() == (set(), set()) and len(t.jobs) == 1
-    t.read = {2}
-    assert w.finished() == ({"a"}, set())
-    t.done = [2]
-    assert w.finished() == (set(), set()) and w.report() == StepReport({"a": 2})
 
 
 def test_a_dropped_store_frees_its_request() -> None:

@@ -248,20 +248,6 @@ def test_a_preemption_does_not_wait_for_commits(monkeypatch: Any, model: Path) -
     assert m.transfers[0].uncommitted > 0, "no preemption came between a copy and its commit"
 
 
-def test_blocks_of_a_finished_request_go_back_before_its_commits(monkeypatch: Any, model: Path) -> None:
-    """With a server that hangs: other requests need the blocks, and compute in them while the server is asked."""
-    import maru_vllm.worker as worker
-
-    monkeypatch.setattr(worker, "_COMMIT_GRACE_S", 0.0)
-    m = Machine(monkeypatch, model, 4, blocks=20, delay=3, commit_delay=200)
-    m.workers[0]._budgets = Budgets(load_bytes=64, store_bytes=64)
-    for i in range(6):
-        m.add(f"r{i}", prompt(60 + i, 3 * CHUNK), max_tokens=2)
-    m.run()
-    m.check_idle()
-    assert m.transfers[0].uncommitted > 0, "no request gave its blocks back before a commit"
-
-
 def test_prompts_that_are_hashed_elsewhere(monkeypatch: Any, model: Path) -> None:
     import maru_vllm.scheduler as scheduler
 
