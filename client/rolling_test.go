@@ -49,6 +49,15 @@ func newFrontDoor(t *testing.T, target string) *frontDoor {
 	return f
 }
 
+// openThroughDoor opens a session at a lab's server through a door of its own.
+func openThroughDoor(t *testing.T, l *lab) (*Client, *frontDoor) {
+	t.Helper()
+	door := newFrontDoor(t, l.srv.ControlAddress())
+	cfg := l.config()
+	cfg.ServerAddress = door.listener.Addr().String()
+	return open(t, cfg), door
+}
+
 func (f *frontDoor) carry(ctx context.Context, in net.Conn) {
 	defer func() { _ = in.Close() }()
 	var d net.Dialer
@@ -71,10 +80,7 @@ func (f *frontDoor) carry(ctx context.Context, in net.Conn) {
 // are connected to it and live on the same machine, open at the new one by themselves.
 func TestRollingUpdate(t *testing.T) {
 	l := startLab(t, 256<<20)
-	door := newFrontDoor(t, l.srv.ControlAddress())
-	cfg := l.config()
-	cfg.ServerAddress = door.listener.Addr().String()
-	c := open(t, cfg)
+	c, door := openThroughDoor(t, l)
 	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
 
 	// The state of the first one, as an orchestrator moves it on.
@@ -121,10 +127,7 @@ func TestRestartWithAnotherSocket(t *testing.T) {
 	l.stop()
 	l.cfg.Heartbeat = 300 * time.Millisecond // none is to come while it stops, and be told so
 	l.start()
-	door := newFrontDoor(t, l.srv.ControlAddress())
-	cfg := l.config()
-	cfg.ServerAddress = door.listener.Addr().String()
-	c := open(t, cfg)
+	c, door := openThroughDoor(t, l)
 	if k := c.current(); k == nil || k.unix == nil {
 		t.Fatal("the session does not use the Unix socket: nothing is tested")
 	}
@@ -149,10 +152,7 @@ func TestRestartWithAnotherSocket(t *testing.T) {
 // told so with the cure; it reads no wrong byte.
 func TestAnotherDeploymentBehindTheAddress(t *testing.T) {
 	first := startLab(t, 256<<20)
-	door := newFrontDoor(t, first.srv.ControlAddress())
-	cfg := first.config()
-	cfg.ServerAddress = door.listener.Addr().String()
-	c := open(t, cfg)
+	c, door := openThroughDoor(t, first)
 	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
 	first.stop()
 	if err := first.rm.Close(); err != nil {
@@ -178,7 +178,7 @@ func TestAnotherDeploymentBehindTheAddress(t *testing.T) {
 		t.Error("a key of the first one is found at the second one")
 	}
 	other := second.config()
-	other.ServerAddress = cfg.ServerAddress
+	other.ServerAddress = door.listener.Addr().String()
 	b := open(t, other)
 	want(t, "store of a new process", storeOne(t, b, 1, value(9, 1000)), base.CodeOK)
 	if got := loadOne(t, c, 1, dst); got == base.CodeOK && !bytes.Equal(dst, value(9, 1000)) {
@@ -191,10 +191,7 @@ func TestAnotherDeploymentBehindTheAddress(t *testing.T) {
 // the client.
 func TestResourceManagerWithAnotherSocket(t *testing.T) {
 	l := startLab(t, 256<<20)
-	door := newFrontDoor(t, l.srv.ControlAddress())
-	cfg := l.config()
-	cfg.ServerAddress = door.listener.Addr().String()
-	c := open(t, cfg)
+	c, door := openThroughDoor(t, l)
 	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
 	l.stop()
 	if err := l.rm.Close(); err != nil {

@@ -594,6 +594,10 @@ func TestDroppedAgent(t *testing.T) {
 	h := l.allocate()
 	m := l.mapper(x, h)
 	id := a.ID()
+	a.mu.Lock()
+	a.mu.sequence += 100 // as after many calls
+	before := a.mu.sequence
+	a.mu.Unlock()
 	if _, err := l.api.DropAgent(ctxOf(t), &maruv1.DropAgentRequest{AgentId: id[:], Confirm: true}); !errors.Is(err, base.ErrDenied) {
 		t.Errorf("over TCP: %v", err)
 	}
@@ -604,6 +608,14 @@ func TestDroppedAgent(t *testing.T) {
 		t.Errorf("%v", h)
 	}
 	l.eventually("a new start", func() bool { return l.agents() == 1 })
+	// The new start may have the old token: a call of before that is under way stays below
+	// everything that is said now.
+	a.mu.Lock()
+	after := a.mu.sequence
+	a.mu.Unlock()
+	if after < before {
+		t.Errorf("its calls are numbered from %d on again, the last one before was %d", after, before)
+	}
 	m.kill()
 	l.eventually("an empty record", func() bool { return a.counts().sessions == 0 })
 	if len(l.holds(x)) != 1 {

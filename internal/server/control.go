@@ -120,13 +120,16 @@ func (c *control) open(ctx context.Context, m *maruv1.OpenRequest) (*maruv1.Open
 	if err := s.judgeOpener(req, proc); err != nil {
 		return nil, err
 	}
-	if req.Proof != directory.ProofProcess && req.PreviousServerEpoch != 0 && req.PreviousServerEpoch != s.epoch && !s.bound.has(req.Session) &&
-		s.rm.knowsSession(ctx, req.Session, m.GetSessionSecret()) {
-		req.Proof = directory.ProofProcess // only that process has it
+	// Only the session's process has the secret that the resource manager knows it by.
+	shown := func() bool {
+		return req.Proof != directory.ProofProcess && req.PreviousServerEpoch != 0 && !s.bound.has(req.Session) &&
+			s.rm.knowsSession(ctx, req.Session, m.GetSessionSecret())
+	}
+	if req.PreviousServerEpoch != s.epoch && shown() {
+		req.Proof = directory.ProofProcess
 	}
 	sess, result, workers, err := s.openSession(req)
-	if errors.Is(err, base.ErrDenied) && req.Proof != directory.ProofProcess && req.PreviousServerEpoch != 0 && !s.bound.has(req.Session) &&
-		s.rm.knowsSession(ctx, req.Session, m.GetSessionSecret()) {
+	if errors.Is(err, base.ErrDenied) && shown() {
 		// It shows a secret that was never in force: an Open that it had given up came after
 		// the one whose answer it has.
 		req.Proof = directory.ProofProcess

@@ -181,7 +181,7 @@ func (c *connections) unrest(ctx context.Context, workers int) (string, error) {
 // checkWork stores keys that nobody has stored and reads them in every worker.
 func (d *driver) checkWork(ctx context.Context, conn *connections) error {
 	// Room for them: the pool may be full.
-	if err := conn.deleteAll(ctx); err != nil {
+	if err := d.deleteAll(ctx, conn, "with the workers at rest"); err != nil {
 		return err
 	}
 	// Whoever has regions has room; regions of the dead go back for the others.
@@ -210,25 +210,21 @@ func (d *driver) checkWork(ctx context.Context, conn *connections) error {
 	return nil
 }
 
-// deleteAll deletes the namespace as an operator, who tries again while views are out: an
-// Acquire that its client has given up may still be executed now, and its views are
-// there until the client has asked what became of it.
-func (c *connections) deleteAll(ctx context.Context) error {
+// deleteAll deletes the namespace as an operator. Everything is at rest: a view that is out
+// is one that came back, and who has it is said.
+func (d *driver) deleteAll(ctx context.Context, conn *connections, when string) error {
+	ctx, cancel := context.WithTimeout(ctx, restTimeout)
+	defer cancel()
 	ns := base.NamespaceOf(keys.OpaqueNamespace())
-	var failed error
-	err := await(ctx, "the namespace cannot be deleted", func() (string, error) {
-		ctx, cancel := context.WithTimeout(ctx, restTimeout)
-		defer cancel()
-		_, err := c.server.DeleteNamespace(ctx, &maruv1.DeleteNamespaceRequest{NamespaceId: ns[:]})
-		switch {
-		case errors.Is(err, base.ErrPinned):
-			return err.Error(), nil
-		case err != nil && !errors.Is(err, base.ErrNotFound):
-			failed = fmt.Errorf("delete the namespace: %w", err)
-		}
-		return "", nil
-	})
-	return errors.Join(err, failed)
+	_, err := conn.server.DeleteNamespace(ctx, &maruv1.DeleteNamespaceRequest{NamespaceId: ns[:]})
+	switch {
+	case err == nil || errors.Is(err, base.ErrNotFound):
+		return nil
+	case errors.Is(err, base.ErrPinned):
+		who, unknown := conn.unrest(ctx, len(d.workers))
+		return errors.Join(fmt.Errorf("delete the namespace, %s: %w; now %s", when, err, who), unknown)
+	}
+	return fmt.Errorf("delete the namespace, %s: %w", when, err)
 }
 
 // freeAll ends the workers, deletes the namespace, waits until every byte is free at the
@@ -239,7 +235,7 @@ func (d *driver) freeAll(ctx context.Context, conn *connections, r *Result) erro
 	}
 	// What they forked has no part in the pool: it may live on.
 	began := time.Now()
-	if err := conn.deleteAll(ctx); err != nil {
+	if err := d.deleteAll(ctx, conn, "with the workers ended"); err != nil {
 		return err
 	}
 	err := await(ctx, "not every byte went back", func() (string, error) { return conn.used(ctx, r) })
