@@ -442,6 +442,19 @@ func TestLostCommitAnswer(t *testing.T) {
 	})
 }
 
+// The first delivery of a Commit is executed and its answer lost; the second comes when
+// the epoch is over. Stale is no refusal then: the page shows its object.
+func TestStaleSecondDelivery(t *testing.T) {
+	f := startFake(t)
+	c := open(t, cxlConfig(f))
+	want(t, "warm", storeOne(t, c, 0, value(0, 1000)), base.CodeOK)
+	f.endOnDrop.Store(true)
+	f.drop[hot.OpCommit].Store(1)
+	want(t, "ended", storeOne(t, c, 1, value(1, 1000)), base.CodeUnknown)
+	eventually(t, "the resolve", func() bool { s := c.Stats(); return s.PagesQuarantined == 0 && s.PagesReady == 2 })
+	want(t, "load", loadOne(t, c, 1, make([]byte, 1000)), base.CodeOK)
+}
+
 func TestStaleSession(t *testing.T) {
 	f := startFake(t)
 	var skew atomic.Int64

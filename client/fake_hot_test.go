@@ -70,6 +70,11 @@ func (f *fake) serveConn(conn net.Conn) {
 			out = hot.AppendError(nil, h.Op, h.RequestID, err)
 		}
 		if f.drop[h.Op].Load() > 0 && f.drop[h.Op].Add(-1) >= 0 {
+			if f.endOnDrop.Load() {
+				f.mu.Lock()
+				s.ended = true
+				f.mu.Unlock()
+			}
 			return
 		}
 		if _, err := conn.Write(out); err != nil {

@@ -63,6 +63,8 @@ type fake struct {
 
 	// drop: the next call of this op is done, and its answer is not sent.
 	drop [16]atomic.Int32
+	// endOnDrop: the session ends with an answer that is dropped.
+	endOnDrop atomic.Bool
 	// loseExpands: so many answers to Expand are lost.
 	loseExpands atomic.Int32
 

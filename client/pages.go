@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 
@@ -331,8 +330,7 @@ func (c *Client) commitChunk(ctx context.Context, l *link, b *commitBatch, items
 		}
 		c.kick()
 		return
-	case d == answered && !errors.Is(err, base.ErrUnknown) && !errors.Is(err, base.ErrInternal):
-		// Refused whole: nothing has changed there.
+	case d == answered && session.Refused(err):
 		c.mu.Lock()
 		c.mu.core.RefuseCommit(seq)
 		c.mu.Unlock()

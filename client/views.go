@@ -102,10 +102,10 @@ func (c *Client) acquireOnce(ctx context.Context, l *link, a *acquired, kind bas
 		})
 	if err != nil {
 		c.mu.Lock()
-		if d == noAnswer || d == answered && (errors.Is(err, base.ErrUnknown) || errors.Is(err, base.ErrInternal)) {
-			c.mu.core.LoseAcquire(a.batch)
-		} else {
+		if d == notSent || d == answered && session.Refused(err) {
 			c.mu.core.RefuseAcquire(a.batch)
+		} else {
+			c.mu.core.LoseAcquire(a.batch)
 		}
 		c.mu.Unlock()
 		c.kick()

@@ -81,7 +81,8 @@ func (d *Directory) Acquire(now time.Duration, who Caller, req *hot.AcquireReque
 }
 
 // refused remembers a refusal where the ledger has room: the client counts nothing as
-// leased, and the same frame, late, must not lease what nobody would release.
+// leased or published, and the same frame, late, must not lease what nobody would
+// release, nor publish a page that is free.
 func (d *Directory) refused(s *session, seq base.Sequence) {
 	if d.admitOperation(s, seq, 0) == nil {
 		s.addOperation(&operation{seq: seq, kind: opTombstone, epoch: s.epoch, session: s})

@@ -39,17 +39,8 @@ func (d *Directory) Commit(now time.Duration, who Caller, req *hot.CommitRequest
 		}
 		return d.appendCommitResults(dst, op), nil
 	}
-	switch {
-	case s.role != base.RoleWorker:
-		return dst, fmt.Errorf("%w: commit: a scheduler stores nothing", base.ErrDenied)
-	case req.Namespace != s.ns.number:
-		return dst, fmt.Errorf("%w: commit: namespace number %d, the session has %d", base.ErrMismatch, req.Namespace, s.ns.number)
-	case s.relist == relistWaiting:
-		return dst, fmt.Errorf("%w: commit: list what the session holds first", base.ErrBusy)
-	case rows > hot.MaxKeys:
-		return dst, fmt.Errorf("%w: commit: %d rows; at most %d", base.ErrLimit, rows, hot.MaxKeys)
-	}
-	if err := d.admitOperation(s, req.Sequence, rows); err != nil {
+	if err := d.checkCommit(s, req); err != nil {
+		d.refused(s, req.Sequence)
 		return dst, err
 	}
 	op := &operation{seq: req.Sequence, kind: opCommit, rows: rows, epoch: s.epoch, session: s, commit: d.commitBuffer()}
@@ -72,6 +63,22 @@ func (d *Directory) Commit(now time.Duration, who Caller, req *hot.CommitRequest
 		dst = hot.AppendCommitResult(dst, hot.CommitResult{Code: c.code, Order: c.order})
 	}
 	return dst, nil
+}
+
+// checkCommit reports why a whole Commit is refused.
+func (d *Directory) checkCommit(s *session, req *hot.CommitRequest) error {
+	rows := req.Rows.Len()
+	switch {
+	case s.role != base.RoleWorker:
+		return fmt.Errorf("%w: commit: a scheduler stores nothing", base.ErrDenied)
+	case req.Namespace != s.ns.number:
+		return fmt.Errorf("%w: commit: namespace number %d, the session has %d", base.ErrMismatch, req.Namespace, s.ns.number)
+	case s.relist == relistWaiting:
+		return fmt.Errorf("%w: commit: list what the session holds first", base.ErrBusy)
+	case rows > hot.MaxKeys:
+		return fmt.Errorf("%w: commit: %d rows; at most %d", base.ErrLimit, rows, hot.MaxKeys)
+	}
+	return d.admitOperation(s, req.Sequence, rows)
 }
 
 // commitRow validates and publishes one page. found is what the block's lookup saw;

@@ -107,7 +107,8 @@ func TestServerRestart(t *testing.T) {
 	wantErr(t, err, base.ErrDenied)
 
 	w := r.reopen(1)
-	_, err = r.commitSeq(w, r.next())
+	early := r.next()
+	_, err = r.commitSeq(w, early)
 	wantErr(t, err, base.ErrBusy)
 	k := testKey
 	first := lister{pages: []hot.RelistPage{
@@ -122,6 +123,9 @@ func TestServerRestart(t *testing.T) {
 		r.check()
 	}
 	r.relist(w, lister{last: true})
+	// The writer has taken BUSY for a refusal: the same frame, late, publishes nothing.
+	_, err = r.commitSeq(w, early)
+	wantErr(t, err, base.ErrAborted)
 	// What the writer listed as READY is a hit again; what was retiring or uncertain is none.
 	if v := r.probe(w, k(0), k(1), k(2)); v[0] == hot.Miss || v[1] != hot.Miss || v[2] != hot.Miss {
 		t.Fatalf("%v", v)

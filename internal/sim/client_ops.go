@@ -112,7 +112,7 @@ func (c *clientActor) commit(ref session.PageRef, t tag, end func()) {
 			}
 			c.kick()
 			return
-		case f == answered && !unknownOutcome(f, err), f == notSent, w.planted(TimeoutIsAbort):
+		case f == answered && session.Refused(err), f == notSent, w.planted(TimeoutIsAbort):
 			c.core.RefuseCommit(seq)
 		default:
 			w.result.Unknown++
@@ -159,11 +159,10 @@ func (c *clientActor) acquire(kind base.LeaseKind, keys []int, got func(l *link,
 		answer(out, err)
 	}, func(out []byte, err error, f fate) {
 		if err != nil {
-			// It may have come twice: the second one stale, the first one done.
-			if f == noAnswer || f == answered && (unknownOutcome(f, err) || errors.Is(err, base.ErrStale)) {
-				c.core.LoseAcquire(b)
-			} else {
+			if f == notSent || f == answered && session.Refused(err) {
 				c.core.RefuseAcquire(b)
+			} else {
+				c.core.LoseAcquire(b)
 			}
 			c.kick()
 			c.failed(l, err)
