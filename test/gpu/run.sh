@@ -1,6 +1,7 @@
 #!/bin/bash
 # run.sh [STEP...]: on a GPU machine, from the root of the tree: unpacks
 # .gpu/maru.tar.xz (once) and runs the checks of copy_check.py. OUT is where logs go.
+# vllm_check.py, vllm_ttft.py and vllm_mix.py need vLLM too and are started by themselves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
-def prompt(tokens: int, rep: int) -> list[int]:
+def prompt(tokens: int, rep: int | str) -> list[int]:
     """The same prompt in every mode and process."""
     return random.Random(f"{tokens} {rep}").choices(range(3, 128000), k=tokens)
 
@@ -57,7 +58,7 @@ class Engine:
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
         from vllm.config import KVTransferConfig  # type: ignore[import-not-found]
 
-        kw: dict[str, Any] = {}
+        kw: dict[str, Any] = dict(o.get("llm", {}))
         if o["mode"] == "native":
             os.environ["VLLM_USE_SIMPLE_KV_OFFLOAD"] = "0"
             kw.update(kv_offloading_size=o["native_gib"], kv_offloading_backend="native")
@@ -67,7 +68,7 @@ class Engine:
                 kv_load_failure_policy="recompute", kv_connector_extra_config=o["extra"],
             )  # fmt: skip
         model = tempfile.mkdtemp()
-        Path(model, "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": o["layers"]}))
+        Path(model, "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": o["layers"], **o.get("geometry", {})}))
         self._one = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
         self._few = SamplingParams(temperature=0, max_tokens=3, detokenize=False, ignore_eos=True)
         self._random = random.Random(time.time_ns())
@@ -172,11 +173,11 @@ def run_child(o: dict[str, Any], log: Path, limit: float) -> list[dict[str, Any]
 
 
 @contextlib.contextmanager
-def maru_up(program: str, pool: str, log: Path):
+def maru_up(program: str, pool: str, log: Path, *flags: str) -> Iterator[str]:
     """An emulated pool and the daemons for it; the server's address."""
     with log.open("w") as said:
         p = subprocess.Popen(
-            [program, "up", "--json", "--cxl-size", pool, "--listen", "127.0.0.1:0"],
+            [program, "up", "--json", "--cxl-size", pool, "--listen", "127.0.0.1:0", *flags],
             stdout=subprocess.PIPE,
             stderr=said,
             text=True,
