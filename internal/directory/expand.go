@@ -38,6 +38,8 @@ func (d *Directory) ExpandBegin(now time.Duration, who Caller, req *ExpandReques
 	}
 	if op := s.operation(req.Operation); op != nil {
 		switch {
+		case op.kind == opTombstone:
+			return nil, nil, fmt.Errorf("%w: expand: operation %d was refused", base.ErrAborted, req.Operation)
 		case op.kind != opExpand:
 			return nil, nil, fmt.Errorf("%w: operation %d was used for another call", base.ErrInvalid, req.Operation)
 		case op.expand.done:
@@ -67,6 +69,25 @@ func (d *Directory) ExpandBegin(now time.Duration, who Caller, req *ExpandReques
 		return grant, nil, nil
 	}
 	return d.expandShared(now, s, who, req, pageCount)
+}
+
+// RefuseExpand is called by the shell before it answers an Expand with the error why, and
+// returns what it may answer. The client takes a refusal for the end of the operation, so
+// that another delivery of the same request, which waits for room or comes late, must not
+// make a region that nobody would use. Where one is at the resource manager already, the
+// answer is base.ErrPending, and the client asks again.
+func (d *Directory) RefuseExpand(now time.Duration, who Caller, seq base.Sequence, why error) error {
+	s, err := d.begin(now, who)
+	if err != nil {
+		return why // neither does a delivery of an epoch that is over
+	}
+	switch op := s.operation(seq); {
+	case op == nil:
+		d.refused(s, seq)
+	case op.kind == opExpand:
+		return fmt.Errorf("%w: expand: operation %d was refused, and is carried out for another delivery (%w)", base.ErrPending, seq, why)
+	}
+	return why
 }
 
 // checkExpand validates what does not depend on room.

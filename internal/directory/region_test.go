@@ -2,6 +2,7 @@ package directory
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -112,6 +113,36 @@ func TestExpandLost(t *testing.T) {
 	}
 	_, err = r.d.ExpandFinish(r.now, ticket, &RegionGrant{Region: 9, Incarnation: 9, Place: Place{PageBytes: testPage, PageCount: 7}}, nil)
 	wantErr(t, err, base.ErrInternal)
+	r.check()
+}
+
+// An Expand that was refused makes no region any more, whichever delivery of it comes: its
+// client has ended the operation.
+func TestExpandRefused(t *testing.T) {
+	r := newRig(t, nil)
+	w := r.worker(1)
+	req := &ExpandRequest{Operation: r.next(), Medium: base.MediumCXL, Bytes: testPage, PageBytes: testPage, PieceBytes: testPiece}
+	why := fmt.Errorf("%w: a test's", base.ErrFull)
+	wantErr(t, r.d.RefuseExpand(r.now, w, req.Operation, why), base.ErrFull)
+	for range 2 {
+		_, _, err := r.d.ExpandBegin(r.now, w, req)
+		wantErr(t, err, base.ErrAborted)
+		wantErr(t, r.d.RefuseExpand(r.now, w, req.Operation, err), base.ErrAborted)
+	}
+	// Another delivery is at the resource manager already: that is no refusal.
+	req.Operation = r.next()
+	_, ticket, err := r.d.ExpandBegin(r.now, w, req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantErr(t, r.d.RefuseExpand(r.now, w, req.Operation, why), base.ErrPending)
+	if _, err := r.d.ExpandFinish(r.now, ticket, nil, base.ErrOffline); !errors.Is(err, base.ErrOffline) {
+		t.Fatal(err)
+	}
+	wantErr(t, r.d.RefuseExpand(r.now, w, req.Operation, why), base.ErrFull)
+	stale := w
+	stale.Epoch++
+	wantErr(t, r.d.RefuseExpand(r.now, stale, r.next(), why), base.ErrFull)
 	r.check()
 }
 

@@ -183,15 +183,29 @@ func (s *Server) expand(ctx context.Context, sess *session, req *directory.Expan
 		case err == nil:
 			return grant, nil
 		case !errors.Is(err, base.ErrFull) || req.Medium == base.MediumCPU:
-			return nil, err
+			return nil, s.refuseExpand(ctx, sess, req, err)
 		}
 		if permanent := s.neverFits(req); permanent != nil {
-			return nil, permanent
+			return nil, s.refuseExpand(ctx, sess, req, permanent)
 		}
-		if again := s.makeRoom(ctx, seen); !again {
-			return nil, err
+		if again := s.makeRoom(ctx, seen); !again || ctx.Err() != nil {
+			return nil, s.refuseExpand(ctx, sess, req, err)
 		}
 	}
+}
+
+// refuseExpand returns what to answer when an Expand was not carried out. Nobody hears a
+// refusal whose caller has gone: it asks again.
+func (s *Server) refuseExpand(ctx context.Context, sess *session, req *directory.ExpandRequest, why error) error {
+	if ctx.Err() != nil {
+		return fmt.Errorf("%w: expand: %w; ask again with the same operation", base.ErrUnknown, why)
+	}
+	if err := s.step(func(d *directory.Directory, now time.Duration) error {
+		return d.RefuseExpand(now, sess.caller(), req.Operation, why)
+	}); !errors.Is(err, base.ErrClosed) {
+		return err
+	}
+	return why
 }
 
 // neverFits says why no pool can ever hold a region: its tables count, which the

@@ -10,7 +10,8 @@ import (
 	"github.com/xcena-dev/maru/internal/rm/core"
 )
 
-// expand grants one more region; it goes on until the outcome is known.
+// expand grants one more region; it goes on until the outcome is known. The caller waits
+// until a time.
 func (s *serverActor) expand(who directory.Caller, req *directory.ExpandRequest, until time.Duration, answer func(*directory.RegionGrant, error)) {
 	w := s.w
 	key := flightKey{who.Session, req.Operation}
@@ -20,14 +21,26 @@ func (s *serverActor) expand(who directory.Caller, req *directory.ExpandRequest,
 		grant, ticket, err = d.ExpandBegin(s.now(), who, req)
 		return err
 	})
+	refuse := func(why error) {
+		if w.now > until {
+			why = fmt.Errorf("%w: expand: %w", base.ErrUnknown, why) // its caller has gone, and asks again
+		} else {
+			why = s.step(func(d *directory.Directory) error { return d.RefuseExpand(s.now(), who, req.Operation, why) })
+		}
+		answer(nil, why)
+	}
 	settle := func(g *directory.RegionGrant, err error) {
-		if err == nil || !errors.Is(err, base.ErrFull) || req.Medium == base.MediumCPU {
-			answer(g, err)
+		switch {
+		case err == nil:
+			answer(g, nil)
+			return
+		case !errors.Is(err, base.ErrFull) || req.Medium == base.MediumCPU:
+			refuse(err)
 			return
 		}
 		s.makeRoom(func(again bool) {
 			if !again || w.now > until {
-				answer(nil, err)
+				refuse(err)
 				return
 			}
 			s.expand(who, req, until, answer)
