@@ -68,7 +68,6 @@ type Client struct {
 		unprepared    bool
 		prepareNot    time.Time       // before it the background does not ask for it again
 		unproved      bool            // pools came since the domains were proved
-		growthLost    bool            // the answer to a cxl growth is lost
 		segmentRegion []base.RegionID // per cpu segment; 0: none
 		corrupt       []base.Key      // to be deleted
 		workers       []Worker
@@ -84,11 +83,9 @@ type Client struct {
 	mapsMu sync.Mutex // replaces maps
 	mapMu  sync.Mutex // one Describe and Hold at a time
 
-	// growMu guards all growth, and the fields below it.
-	growMu       sync.Mutex
-	growNot      time.Time
-	lostExpand   [4]*maruv1.ExpandRequest
-	lostExpandAt [4]base.ServerEpoch
+	// growMu is held over all growth, and guards growNot.
+	growMu  sync.Mutex
+	growNot time.Time
 
 	// events is held while events are applied, so that they are in their order.
 	events sync.Mutex

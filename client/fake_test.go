@@ -65,8 +65,12 @@ type fake struct {
 	drop [16]atomic.Int32
 	// endOnDrop: the session ends with an answer that is dropped.
 	endOnDrop atomic.Bool
-	// loseExpands: so many answers to Expand are lost.
+	// loseExpands: so many answers to Expand are lost. expandEnds: the next one is carried
+	// out, its answer is lost, and the session's epoch is over.
 	loseExpands atomic.Int32
+	expandEnds  atomic.Bool
+	// loseReturns: so many calls of Return are lost on their way.
+	loseReturns atomic.Int32
 
 	mu struct {
 		sync.Mutex
@@ -84,6 +88,7 @@ type fake struct {
 		holds       map[string]bool // session/region
 		unreachable []uint32
 		closes      []*maruv1.CloseRequest
+		returned    []*maruv1.ReturnRequest
 		calls       map[string]int
 		relisted    []hot.RelistPage
 		relistLease []hot.RelistLease
@@ -104,6 +109,7 @@ type fakeSession struct {
 	closed   map[base.Sequence]bool // resolved as aborted
 	acquires map[base.Sequence][]*fakeObject
 	answers  map[base.Sequence]*hot.AcquireAnswer
+	granted  map[uint64]*maruv1.ExpandResponse
 	acked    []*maruv1.AcknowledgeRequest
 	ended    bool
 }
@@ -251,6 +257,7 @@ func (f *fake) open(r *maruv1.OpenRequest) (*maruv1.OpenResponse, error) {
 		id: id, epoch: 1, ns: r.GetNamespaceCbor(), secret: make([]byte, 16), notify: make(chan struct{}, 1),
 		results: map[base.Sequence][]hot.CommitResult{}, closed: map[base.Sequence]bool{},
 		acquires: map[base.Sequence][]*fakeObject{}, answers: map[base.Sequence]*hot.AcquireAnswer{},
+		granted: map[uint64]*maruv1.ExpandResponse{},
 	}
 	_, _ = rand.Read(s.secret)
 	if old := f.mu.sessions[id]; old != nil {
@@ -258,7 +265,7 @@ func (f *fake) open(r *maruv1.OpenRequest) (*maruv1.OpenResponse, error) {
 			return nil, fmt.Errorf("%w: previous secret", base.ErrDenied)
 		}
 		s.epoch = old.epoch + 1
-		s.results, s.closed, s.acquires = old.results, old.closed, old.acquires
+		s.results, s.closed, s.acquires, s.granted = old.results, old.closed, old.acquires, old.granted
 		old.ended = true
 		close(old.notify)
 	} else if r.GetPreviousEpoch() != 0 {
@@ -372,6 +379,26 @@ func (f *fake) Expand(ctx context.Context, r *maruv1.ExpandRequest) (*maruv1.Exp
 		return nil, status.Error(codes.Unavailable, "the answer was lost")
 	}
 	f.loseExpands.Store(0)
+	f.mu.Lock()
+	resp := s.granted[r.GetOperation()]
+	f.mu.Unlock()
+	if resp == nil {
+		if resp, err = f.grant(s, r); err != nil {
+			return nil, err
+		}
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	s.granted[r.GetOperation()] = resp
+	if f.expandEnds.CompareAndSwap(true, false) {
+		s.ended = true
+		return nil, status.Error(codes.Unavailable, "the answer was lost")
+	}
+	return resp, nil
+}
+
+// grant makes a region.
+func (f *fake) grant(s *fakeSession, r *maruv1.ExpandRequest) (*maruv1.ExpandResponse, error) {
 	pages := (r.GetBytes() + r.GetPageSize() - 1) / r.GetPageSize()
 	plan, err := poolfmt.PlanRegion(r.GetPageSize(), pages, r.GetPieceSize())
 	if err != nil {
@@ -404,8 +431,16 @@ func (f *fake) handle(id uint32) *maruv1.RegionHandle {
 }
 
 func (f *fake) Return(ctx context.Context, r *maruv1.ReturnRequest) (*maruv1.ReturnResponse, error) {
+	if f.loseReturns.Add(-1) >= 0 {
+		return nil, status.Error(codes.Unavailable, "the call was lost")
+	}
 	s, err := f.session(ctx)
 	f.called("return")
+	if err == nil {
+		f.mu.Lock()
+		f.mu.returned = append(f.mu.returned, r)
+		f.mu.Unlock()
+	}
 	if err == nil && f.refuseHolds.Load() {
 		f.mu.Lock()
 		s.tell(&maruv1.Event{Event: &maruv1.Event_Drain{Drain: &maruv1.DrainEvent{PoolId: f.pool[:], RegionId: r.GetRegionId()}}})

@@ -109,3 +109,60 @@ func TestRealNothingGrows(t *testing.T) {
 	default:
 	}
 }
+
+// The first delivery of an Expand is carried out and its answer lost; the second comes when
+// the epoch is over. Stale is no refusal then: the region is granted, and nobody would use
+// it while the session lives.
+func TestStaleSecondExpand(t *testing.T) {
+	for _, medium := range []base.Medium{base.MediumCXL, base.MediumCPU} {
+		t.Run(medium.String(), func(t *testing.T) {
+			f := startFake(t)
+			cfg := cxlConfig(f)
+			cfg.RegionBytes, cfg.CXLBytes, cfg.ExpandBytes = testPage, 4*testPage, testPage
+			if medium == base.MediumCPU {
+				cfg.CPUBytes, cfg.Overcommit = 3*testPage, On
+				cfg.WriteOrder = []base.Medium{medium}
+			}
+			f.expandEnds.Store(true)
+			c := open(t, cfg)
+			eventually(t, "the region", func() bool { return len(c.OwnedRegions()) == 1 })
+			want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+			f.mu.Lock()
+			shared, private := f.mu.lastRegion, f.mu.lastPrivate
+			f.mu.Unlock()
+			if shared+private != 1 {
+				t.Fatalf("%d regions were granted, one is used", shared+private)
+			}
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			if _, lost := c.mu.core.LostExpand(medium); lost {
+				t.Fatal("it is open still")
+			}
+		})
+	}
+}
+
+// A region that could not be held goes back, however often the call is lost.
+func TestLostReturn(t *testing.T) {
+	f := startFake(t)
+	f.refuseHolds.Store(true)
+	f.loseReturns.Store(3)
+	c := open(t, cxlConfig(f))
+	eventually(t, "the calls", func() bool { return f.loseReturns.Load() < 0 })
+	f.refuseHolds.Store(false)
+	eventually(t, "the region", func() bool { return len(c.OwnedRegions()) == 1 })
+	eventually(t, "the others given back", func() bool {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		back := map[uint32]bool{}
+		for _, r := range f.mu.returned {
+			back[r.GetRegionId()] = true
+		}
+		for id := range f.mu.regions {
+			if id != c.OwnedRegions()[0] && !back[uint32(id)] {
+				return false
+			}
+		}
+		return true
+	})
+}

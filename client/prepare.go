@@ -174,7 +174,7 @@ func (c *Client) grantSegment(ctx context.Context, l *link, i int) (*mapped, err
 	m := &mapped{
 		info: session.RegionInfo{
 			ID: base.RegionID(resp.GetHandle().GetRegionId()), PoolNumber: resp.GetPoolNumber(), Medium: base.MediumCPU,
-			PageBytes: c.cfg.PageBytes, PageCount: min(pages, resp.GetPlace().GetPageCount()),
+			PageBytes: c.cfg.PageBytes, PageCount: min(pages, resp.GetPlace().GetPageCount()), ServerEpoch: l.serverEpoch,
 		},
 		own: session.Own, mapping: seg, data: seg.Bytes(), coherence: base.CoherenceHardware, segment: i,
 	}

@@ -360,33 +360,19 @@ func (c *Client) growOne(ctx context.Context) (*mapped, bool) {
 // operation stays open, and a session that only reads would run out of operations behind
 // it: every Acquire would be refused.
 func (c *Client) finishGrowth(l *link) {
-	c.mu.Lock()
-	want := c.mu.growthLost
-	c.mu.Unlock()
-	if !want {
+	lost := func() (bytes uint64, ok bool) {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.mu.core.LostExpand(base.MediumCXL)
+	}
+	if _, ok := lost(); !ok {
 		return
 	}
 	c.growMu.Lock()
-	if c.current() != l {
-		c.growMu.Unlock()
-		return // what is lost now was asked of another server; its link finishes it
-	}
-	lost := c.lostExpand[base.MediumCXL]
 	var m *mapped
-	switch {
-	case lost == nil:
-		c.mu.Lock()
-		c.mu.growthLost = false
-		c.mu.Unlock()
-	case c.lostExpandAt[base.MediumCXL] != l.serverEpoch:
-		c.lostExpand[base.MediumCXL] = nil // that server is gone
-		c.mu.Lock()
-		c.mu.growthLost = false
-		c.mu.core.End(base.Sequence(lost.Operation))
-		c.mu.Unlock()
-	case !time.Now().Before(c.growNot):
+	if bytes, ok := lost(); ok && !time.Now().Before(c.growNot) {
 		var err error
-		if m, err = c.expandCXL(c.ctx, l, lost.GetBytes()); err != nil {
+		if m, err = c.expandCXL(c.ctx, l, bytes); err != nil {
 			c.growNot = time.Now().Add(growAgain)
 		}
 	}
@@ -405,29 +391,19 @@ func (c *Client) writes(m base.Medium) bool {
 	return false
 }
 
-// expand makes one Expand call. One whose answer is lost is repeated as the same
+// expand makes one Expand call. One whose outcome is open is repeated as the same
 // operation, at once and by the next call of the kind, so that its region is not lost.
 func (c *Client) expand(ctx context.Context, l *link, medium base.Medium, bytes uint64) (*maruv1.ExpandResponse, error) {
-	pending := &c.lostExpand[medium]
-	if *pending == nil || c.lostExpandAt[medium] != l.serverEpoch {
-		c.mu.Lock()
-		if *pending != nil {
-			c.mu.core.End(base.Sequence((*pending).Operation)) // that server is gone
-		}
-		seq, err := c.mu.core.Begin()
-		c.mu.Unlock()
-		if err != nil {
-			*pending = nil
-			return nil, err
-		}
-		*pending = &maruv1.ExpandRequest{
-			Operation: uint64(seq), Medium: maruv1.Medium(medium), Bytes: bytes, PageSize: c.cfg.pageBytes(), PieceSize: c.cfg.PieceBytes,
-		}
-		c.lostExpandAt[medium] = l.serverEpoch
+	c.mu.Lock()
+	e, err := c.mu.core.BeginExpand(medium, bytes, l.serverEpoch)
+	c.mu.Unlock()
+	if err != nil {
+		return nil, err
 	}
-	req := *pending
+	req := &maruv1.ExpandRequest{
+		Operation: uint64(e.Sequence), Medium: maruv1.Medium(medium), Bytes: e.Bytes, PageSize: c.cfg.pageBytes(), PieceSize: c.cfg.PieceBytes,
+	}
 	var resp *maruv1.ExpandResponse
-	var err error
 	for range 2 {
 		cctx, cancel := c.control(ctx, l)
 		resp, err = l.api.Expand(cctx, req)
@@ -436,21 +412,13 @@ func (c *Client) expand(ctx context.Context, l *link, medium base.Medium, bytes 
 			break
 		}
 	}
+	c.mu.Lock()
+	end := c.mu.core.EndExpand(e, rpc.OutcomeUnknown(err), err)
+	c.mu.Unlock()
 	if err != nil {
 		c.failed(l, err)
-		if rpc.OutcomeUnknown(err) {
-			c.mu.Lock()
-			c.mu.growthLost = c.mu.growthLost || medium == base.MediumCXL
-			c.mu.Unlock()
-			return nil, err
-		}
 	}
-	*pending = nil
-	c.mu.Lock()
-	c.mu.growthLost = c.mu.growthLost && medium != base.MediumCXL
-	c.mu.core.End(base.Sequence(req.Operation))
-	c.mu.Unlock()
-	return resp, err
+	return resp, end
 }
 
 // expandCXL gets, holds, maps and offers one more own region. Called under growMu.
@@ -461,8 +429,9 @@ func (c *Client) expandCXL(ctx context.Context, l *link, bytes uint64) (*mapped,
 	}
 	m, err := c.mapOwn(ctx, l, resp)
 	if err != nil {
-		c.unreachable(ctx, l, resp.GetPoolNumber(), base.RegionID(resp.GetHandle().GetRegionId()), err)
-		c.giveBack(ctx, l, resp.GetPoolNumber(), base.RegionID(resp.GetHandle().GetRegionId()))
+		id := base.RegionID(resp.GetHandle().GetRegionId())
+		c.unreachable(ctx, l, resp.GetPoolNumber(), id, err)
+		c.giveBack(ctx, l, session.RegionInfo{ID: id, Pool: poolOf(resp.GetHandle()), PoolNumber: resp.GetPoolNumber(), Medium: base.MediumCXL})
 		return nil, err
 	}
 	if c.cfg.Prefault != Off {
@@ -519,25 +488,41 @@ func (c *Client) addRegion(m *mapped, own session.Ownership) error {
 	return nil
 }
 
-// giveBack returns a region that could not be used, or is not used any more.
-func (c *Client) giveBack(ctx context.Context, l *link, poolNumber uint32, id base.RegionID) {
+// giveBack returns a region that could not be used. The server is told until it has heard.
+func (c *Client) giveBack(ctx context.Context, l *link, info session.RegionInfo) {
 	c.mu.Lock()
-	seq, err := c.mu.core.Begin()
+	c.mu.core.GiveBack(info)
 	c.mu.Unlock()
-	if err != nil {
-		return
+	c.flushReturns(ctx, l)
+}
+
+// flushReturns tells the server which of its regions are not used. What fails is said again
+// with the next heartbeat.
+func (c *Client) flushReturns(ctx context.Context, l *link) {
+	for ctx.Err() == nil {
+		c.mu.Lock()
+		r, ok := c.mu.core.BeginReturn()
+		c.mu.Unlock()
+		if !ok {
+			return
+		}
+		cctx, cancel := c.control(ctx, l)
+		_, err := l.api.Return(cctx, &maruv1.ReturnRequest{Operation: uint64(r.Sequence), PoolNumber: r.PoolNumber, RegionId: uint32(r.Region)})
+		cancel()
+		c.mu.Lock()
+		heard := c.mu.core.EndReturn(r, rpc.OutcomeUnknown(err), err)
+		c.mu.Unlock()
+		if !heard {
+			c.limited.warn(c.log, "returning a region failed; it is tried again", "region", r.Region, "error", err)
+			c.failed(l, err)
+			return
+		}
 	}
-	ctx, cancel := c.control(ctx, l)
-	defer cancel()
-	_, err = l.api.Return(ctx, &maruv1.ReturnRequest{
-		Operation: uint64(seq), PoolNumber: poolNumber, RegionId: uint32(id),
-	})
-	c.mu.Lock()
-	c.mu.core.End(seq)
-	c.mu.Unlock()
-	if err != nil && !errors.Is(err, base.ErrNotFound) { // else it had it back before
-		c.limited.warn(c.log, "returning a region failed; the server frees it when the session ends", "error", err)
-	}
+}
+
+func poolOf(h *maruv1.RegionHandle) (id base.PoolID) {
+	copy(id[:], h.GetPoolId())
+	return id
 }
 
 func (c *Client) announce(m *mapped) {

@@ -142,7 +142,8 @@ func (c *Client) heartbeat(ctx context.Context, l *link, api maruv1.MetadataServ
 	if c.cfg.Role == base.RoleScheduler {
 		c.mu.workers = workersOf(resp.GetWorkers())
 	}
-	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0 || c.mu.unprepared || c.mu.growthLost || len(c.mu.unholds) > 0 || len(c.mu.unmaps) > 0
+	_, growth := core.LostExpand(base.MediumCXL)
+	pending := core.Pending() > 0 || len(c.mu.corrupt) > 0 || c.mu.unprepared || growth || len(c.mu.unholds) > 0 || len(c.mu.unmaps) > 0
 	lost := len(core.LostCommits(nil)) > 0
 	c.mu.Unlock()
 	pending = c.known.newest(l, base.RegionID(resp.GetNewestRegionId())) || pending

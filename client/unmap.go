@@ -19,8 +19,7 @@ func (c *Client) dropGone(ctx context.Context) {
 	c.mu.Lock()
 	c.scratchGone = c.mu.core.TakeGone(c.scratchGone[:0])
 	queued := len(c.mu.unholds)
-	l := c.current()
-	again := len(c.mu.unmaps) > 0 && !time.Now().Before(c.mu.unmapNot) && l != nil && c.mu.core.Phase() == session.Live
+	again := len(c.mu.unmaps) > 0 && !time.Now().Before(c.mu.unmapNot)
 	c.mu.Unlock()
 	if len(c.scratchGone) == 0 && queued == 0 && !again {
 		return
@@ -28,11 +27,7 @@ func (c *Client) dropGone(ctx context.Context) {
 	c.mapMu.Lock()
 	defer c.mapMu.Unlock()
 	if again {
-		// A server that was started meanwhile believes that they are granted still: they were
-		// given up before, and nothing of them was listed.
-		for _, r := range c.unmapAgain() {
-			c.giveBack(ctx, l, r.PoolNumber, r.ID)
-		}
+		c.unmapAgain()
 	}
 	for _, id := range c.scratchGone {
 		if h := c.unmap(id); h != nil {
@@ -110,9 +105,11 @@ func (c *Client) unmap(id base.RegionID) *maruv1.RegionHandle {
 // unmapLater is how long after a failure unmapping is tried again.
 const unmapLater = time.Second
 
-// unmapAgain unmaps what could not be unmapped when its region went, queues the holds to be
-// given back, and returns the own regions among them. The caller has mapMu, or is Close.
-func (c *Client) unmapAgain() (own []session.RegionInfo) {
+// unmapAgain unmaps what could not be unmapped when its region went, and queues the holds to
+// be given back. A server that was started meanwhile believes that own ones are granted
+// still: they were given up before, and nothing of them was listed. The caller has mapMu,
+// or is Close.
+func (c *Client) unmapAgain() {
 	c.mu.Lock()
 	list := c.mu.unmaps
 	c.mu.unmaps = nil
@@ -127,11 +124,10 @@ func (c *Client) unmapAgain() (own []session.RegionInfo) {
 		}
 		c.mu.Lock()
 		if info, _, ok := c.mu.core.Region(m.info.ID); ok && m.own == session.Own {
-			own = append(own, info) // with the pool's number of now
+			c.mu.core.GiveBack(info) // with the pool's number of now
 		}
 		c.mu.core.RemoveRegion(m.info.ID)
 		c.mu.Unlock()
 		c.queueUnholds([]*maruv1.RegionHandle{m.handle})
 	}
-	return own
 }

@@ -39,6 +39,7 @@ func (c *Client) work() {
 		c.resolveLost(l)
 		c.deleteCorrupt(l)
 		c.finishGrowth(l)
+		c.flushReturns(c.ctx, l)
 		c.refill()
 		c.learn(l)
 	}

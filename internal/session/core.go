@@ -65,6 +65,10 @@ type Core struct {
 	releases []Release
 	pins     map[base.Key]*pin
 
+	expands map[base.Medium]*Expand // growths whose outcome is not known
+	returns []back                  // regions to give back
+	given   []RegionInfo            // those that were, and own regions that went; the newest
+
 	lastEvent uint64
 	cleared   []Ack // to acknowledge
 	reclaimed []Ack
@@ -87,6 +91,7 @@ func New(cfg Config) *Core {
 		cfg: cfg, ledger: newLedger(cfg.MaxOperations),
 		commits: map[base.Sequence]*commitOp{}, regions: map[base.RegionID]*region{},
 		book: map[base.Sequence]*Batch{}, views: map[uint64]viewRef{}, pins: map[base.Key]*pin{},
+		expands: map[base.Medium]*Expand{},
 	}
 }
 
@@ -149,7 +154,8 @@ func (c *Core) End(s base.Sequence) { c.ledger.end(s) }
 // Watermark is the lowest operation that is not resolved.
 func (c *Core) Watermark() base.Sequence { return c.ledger.base }
 
-// AddRegion makes a region known. An own one serves pages at once. Errors: ErrExists.
+// AddRegion makes a region known. An own one serves pages at once. Errors: ErrExists;
+// ErrStale for a private one of a server that is gone.
 func (c *Core) AddRegion(info RegionInfo, own Ownership) error {
 	r := c.regions[info.ID]
 	switch {
@@ -161,6 +167,8 @@ func (c *Core) AddRegion(info RegionInfo, own Ownership) error {
 		return nil
 	case r != nil:
 		return fmt.Errorf("%w: region %d is known here", base.ErrExists, info.ID)
+	case info.Private() && info.ServerEpoch != c.serverEpoch:
+		return fmt.Errorf("%w: private region %d is of another server epoch", base.ErrStale, info.ID)
 	case own == Own && (info.PageBytes == 0 || info.PageCount == 0 || info.PageCount >= 1<<32-1):
 		return fmt.Errorf("%w: region %d with %d pages of %d bytes", base.ErrInvalid, info.ID, info.PageCount, info.PageBytes)
 	}
@@ -194,6 +202,9 @@ func (c *Core) RemoveRegion(id base.RegionID) {
 	r.mode = going
 	c.idle.remove(r)
 	delete(c.regions, id)
+	if r.own == Own {
+		c.gave(r.RegionInfo)
+	}
 	for i, o := range c.own {
 		if o == r {
 			c.own = append(c.own[:i], c.own[i+1:]...)

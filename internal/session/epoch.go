@@ -50,11 +50,13 @@ func (c *Core) Opened(o Opening) *Snapshot {
 	c.validUntil = o.Sent + o.TTL - o.Margin
 	c.lastEvent = 0
 	c.phase = Live
-	c.renumber(o.Pools)
 	if !restarted && !o.Relist {
+		c.renumber(o.Pools)
 		return nil
 	}
 	c.phase = Relisting
+	c.giveAgain()
+	c.renumber(o.Pools)
 	for seq, op := range c.commits {
 		if op.serverEpoch == o.ServerEpoch {
 			continue // this server can still resolve it
@@ -65,6 +67,7 @@ func (c *Core) Opened(o Opening) *Snapshot {
 		c.closeOp(seq, op)
 	}
 	if restarted {
+		c.dropExpands()
 		for _, r := range c.releases {
 			if r.Closes {
 				c.ledger.end(r.Acquire)
@@ -82,6 +85,14 @@ func (c *Core) Opened(o Opening) *Snapshot {
 }
 
 func (c *Core) renumber(pools []PoolNumber) {
+	for i := range c.returns {
+		c.returns[i].PoolNumber = 0 // of a pool that this server does not name
+		for _, p := range pools {
+			if p.ID == c.returns[i].Pool {
+				c.returns[i].PoolNumber = p.Number
+			}
+		}
+	}
 	for _, r := range c.regions {
 		for _, p := range pools {
 			if p.ID == r.Pool || r.Private() && p.Medium == base.MediumCPU {

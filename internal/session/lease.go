@@ -218,8 +218,11 @@ func (c *Core) Released(rows []Release, server base.ServerEpoch, answered bool) 
 	}
 }
 
-// Pending returns how much waits for the server: releases and acknowledgements.
-func (c *Core) Pending() int { return len(c.releases) + len(c.cleared) + len(c.reclaimed) }
+// Pending returns how much waits for the server: releases, acknowledgements, and regions
+// to give back.
+func (c *Core) Pending() int {
+	return len(c.releases) + len(c.cleared) + len(c.reclaimed) + len(c.returns)
+}
 
 // LeasesComeBack reports whether leases are out, or given back and not told, that end
 // without the owner of a view.

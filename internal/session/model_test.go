@@ -391,6 +391,7 @@ func TestModel(t *testing.T) {
 		}
 		w.reopen(false)
 		for _, info := range []RegionInfo{shared(1, 3), private(0, 2), shared(2, 2)} {
+			info.ServerEpoch = w.c.ServerEpoch()
 			if err := w.c.AddRegion(info, Own); err != nil {
 				t.Fatal(err)
 			}

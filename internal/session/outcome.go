@@ -15,3 +15,15 @@ func Refused(err error) bool {
 	}
 	return false
 }
+
+// growthRefused reports whether the error that a server answered to an Expand proves that
+// the operation has made no region and will make none. The ledger is looked up for a
+// session whose epoch is current, by a server that serves: who refuses before that knows
+// nothing of a first delivery.
+func growthRefused(err error) bool {
+	switch base.CodeOf(err) {
+	case base.CodeStale, base.CodeFenced, base.CodeClosed, base.CodePending, base.CodeUnknown, base.CodeTimeout, base.CodeInternal:
+		return false
+	}
+	return true
+}

@@ -101,6 +101,7 @@ type RegionInfo struct {
 	Incarnation base.Incarnation // 0 in private cpu pools
 	PageBytes   uint64
 	PageCount   uint64
+	ServerEpoch base.ServerEpoch // of a private one: only the server that granted it knows it
 }
 
 // Private reports whether the region is of a private cpu pool.

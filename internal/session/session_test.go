@@ -37,6 +37,7 @@ func private(n base.RegionID, pages uint64) RegionInfo {
 
 func add(t testing.TB, c *Core, info RegionInfo) {
 	t.Helper()
+	info.ServerEpoch = c.ServerEpoch()
 	if err := c.AddRegion(info, Own); err != nil {
 		t.Fatal(err)
 	}

@@ -72,7 +72,6 @@ type clientActor struct {
 	mapQueue   []func()
 	growing    bool
 	growNot    time.Duration
-	lost       map[base.Medium]*lostExpand
 
 	working, kicked bool
 	busy            int // stores, loads and deletes under way
@@ -110,7 +109,7 @@ func (w *world) newClient(rank int, role base.Role) *clientActor {
 	c := &clientActor{
 		w: w, rank: uint32(rank), role: role, id: w.id(), //nolint:gosec // a few
 		maps: map[base.RegionID]*mapping{}, handles: map[base.RegionID]core.Handle{},
-		segment: make([]cell, privateBytes/pageBytes), lost: map[base.Medium]*lostExpand{}, unprepared: true, backoff: 20 * time.Millisecond,
+		segment: make([]cell, privateBytes/pageBytes), unprepared: true, backoff: 20 * time.Millisecond,
 	}
 	c.process = w.newProcess(fmt.Sprintf("%v%d.%d", role, rank, len(w.processes)+1))
 	c.process.client = c
@@ -461,7 +460,8 @@ func (c *clientActor) beat(l *link) {
 		c.core.Acknowledged(l.who.Epoch, l.server, sent, ttl)
 		l.incarnation = max(l.incarnation, out.incarnation)
 		c.events(l.who.Epoch, l.server, out.events)
-		if c.core.Pending() > 0 || c.unprepared || len(c.core.LostCommits(nil)) > 0 || len(c.unholds) > 0 {
+		_, lost := c.core.LostExpand(base.MediumCXL)
+		if lost || c.core.Pending() > 0 || c.unprepared || len(c.core.LostCommits(nil)) > 0 || len(c.unholds) > 0 {
 			c.kick()
 		}
 	})

@@ -11,12 +11,6 @@ import (
 	"github.com/xcena-dev/maru/internal/session"
 )
 
-// lostExpand is an Expand whose answer was lost: the next one of the medium repeats it.
-type lostExpand struct {
-	req *directory.ExpandRequest
-	at  base.ServerEpoch
-}
-
 // lockMap runs f when nobody else maps or unmaps; unlockMap must follow.
 func (c *clientActor) lockMap(f func()) {
 	if c.mapping {
@@ -313,41 +307,29 @@ func (c *clientActor) unreachable(l *link, pool uint32, id base.RegionID) {
 // expand makes one Expand call; one without answer is repeated, now and by the next.
 func (c *clientActor) expand(l *link, medium base.Medium, bytes uint64, done func(*directory.RegionGrant, error)) {
 	w := c.w
-	p := c.lost[medium]
-	if p == nil || p.at != l.server {
-		if p != nil {
-			c.core.End(p.req.Operation) // that server is gone
-		}
-		seq, err := c.core.Begin()
-		if err != nil {
-			delete(c.lost, medium)
-			done(nil, err)
-			return
-		}
-		p = &lostExpand{req: &directory.ExpandRequest{Operation: seq, Medium: medium, Bytes: bytes, PageBytes: pageBytes, PieceBytes: pieceBytes}, at: l.server}
-		c.lost[medium] = p
+	e, err := c.core.BeginExpand(medium, bytes, l.server)
+	if err != nil {
+		done(nil, err)
+		return
 	}
+	req := &directory.ExpandRequest{Operation: e.Sequence, Medium: medium, Bytes: e.Bytes, PageBytes: pageBytes, PieceBytes: pieceBytes}
 	tries := 0
 	var try func()
 	try = func() {
 		tries++
 		call(w, c.process, l.process, "Expand", mayRepeat, func(answer func(*directory.RegionGrant, error)) {
-			l.srv.expand(l.who, p.req, w.now+20*time.Second, answer)
+			l.srv.expand(l.who, req, w.now+callTimeout, answer)
 		}, func(g *directory.RegionGrant, err error, f fate) {
-			unknown := unknownOutcome(f, err)
-			if unknown && tries < 2 {
+			unknown := f == notSent || unknownOutcome(f, err) // its connection broke: as good as no answer
+			if unknown && f != notSent && tries < 2 {
 				try()
 				return
 			}
-			if err != nil {
-				c.failed(l, err)
-				if unknown {
-					done(nil, err)
-					return
-				}
+			failure := err
+			err = c.core.EndExpand(e, unknown && err != nil, err)
+			if failure != nil {
+				c.failed(l, failure)
 			}
-			delete(c.lost, medium)
-			c.core.End(p.req.Operation)
 			done(g, err)
 		})
 	}
@@ -376,7 +358,9 @@ func (c *clientActor) expandCXL(l *link, done func(error)) {
 				if err != nil {
 					c.w.note("%s cannot hold its region %d: %v", c.process.name, g.Region, err)
 					c.unreachable(l, g.Pool, g.Region)
-					c.giveBack(l, g)
+					c.core.GiveBack(session.RegionInfo{ID: g.Region, Pool: g.PoolID, PoolNumber: g.Pool, Medium: base.MediumCXL})
+					c.flushReturns(l, func() { done(err) })
+					return
 				}
 				done(err)
 			})
@@ -384,16 +368,27 @@ func (c *clientActor) expandCXL(l *link, done func(error)) {
 	})
 }
 
-// giveBack returns a region that could not be used.
-func (c *clientActor) giveBack(l *link, g *directory.RegionGrant) {
+// flushReturns tells the server of regions that could not be used.
+func (c *clientActor) flushReturns(l *link, next func()) {
 	w := c.w
-	seq, err := c.core.Begin()
-	if err != nil {
+	r, ok := c.core.BeginReturn()
+	if !ok {
+		next()
 		return
 	}
 	call(w, c.process, l.process, "Return", mayRepeat, func(answer func(struct{}, error)) {
-		answer(struct{}{}, l.srv.step(func(d *directory.Directory) error { return d.Return(l.srv.now(), l.who, seq, g.Pool, g.Region) }))
-	}, func(_ struct{}, _ error, _ fate) { c.core.End(seq) })
+		answer(struct{}{}, l.srv.step(func(d *directory.Directory) error {
+			return d.Return(l.srv.now(), l.who, r.Sequence, r.PoolNumber, r.Region)
+		}))
+	}, func(_ struct{}, err error, f fate) {
+		w.note("%s gives region %d back: %v", c.process.name, r.Region, err)
+		if !c.core.EndReturn(r, err != nil && (f == notSent || unknownOutcome(f, err)), err) {
+			c.failed(l, err)
+			next()
+			return
+		}
+		c.flushReturns(l, next)
+	})
 }
 
 // grow asks for one more region when no page is free; done says whether one may be.
@@ -410,6 +405,22 @@ func (c *clientActor) grow(done func(bool)) {
 			c.growNot = c.w.now + time.Second
 		}
 		done(err == nil)
+	})
+}
+
+// finishGrowth asks again for a cxl region whose answer was lost.
+func (c *clientActor) finishGrowth(l *link, next func()) {
+	if _, lost := c.core.LostExpand(base.MediumCXL); !lost || c.growing || c.closing || c.w.now < c.growNot {
+		next()
+		return
+	}
+	c.growing = true
+	c.expandCXL(l, func(err error) {
+		c.growing = false
+		if err != nil {
+			c.growNot = c.w.now + time.Second
+		}
+		next()
 	})
 }
 
@@ -450,9 +461,13 @@ func (c *clientActor) prepare(l *link, next func()) {
 		c.expand(l, base.MediumCPU, privateBytes, func(g *directory.RegionGrant, err error) {
 			keep(err)
 			if err == nil {
-				keep(c.core.AddRegion(session.RegionInfo{
+				err = c.core.AddRegion(session.RegionInfo{
 					ID: g.Region, PoolNumber: g.Pool, Medium: base.MediumCPU, PageBytes: pageBytes, PageCount: g.Place.PageCount,
-				}, session.Own))
+					ServerEpoch: l.server,
+				}, session.Own)
+				keep(err)
+			}
+			if err == nil {
 				c.segmentOf = g.Region
 			}
 			cxl()

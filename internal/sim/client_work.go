@@ -39,7 +39,11 @@ func (c *clientActor) work() {
 		}
 		c.flushReleases(l, func() {
 			c.acknowledge(l, func() {
-				c.resolveLost(l, func() { c.prepare(l, rest) })
+				c.resolveLost(l, func() {
+					c.finishGrowth(l, func() {
+						c.flushReturns(l, func() { c.prepare(l, rest) })
+					})
+				})
 			})
 		})
 	})

@@ -117,6 +117,14 @@ func (w *world) unsettled() string {
 		}
 	}
 	u := w.server.dir.Usage(w.server.now())
+	for _, x := range u.Sessions {
+		// What the server has granted is what the writer knows: else nobody would ever use it.
+		if c := w.server.peers[x.Session]; c != nil && c.alive() && !c.closing && x.State == directory.StateLive {
+			if have := c.core.Count().Regions; uint64(x.Regions) != have { //nolint:gosec // positive
+				return fmt.Sprintf("%s has %d regions, and the server has granted it %d", c.process.name, have, x.Regions)
+			}
+		}
+	}
 	if u.Waiting > 0 {
 		return fmt.Sprintf("%d recovered regions wait", u.Waiting)
 	}
