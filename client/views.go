@@ -174,6 +174,10 @@ func (c *Client) Retrieve(ctx context.Context, keys hot.Keys, mode hot.Mode, out
 		c.mu.Lock()
 		id := c.mu.core.AddView(a.batch, i)
 		c.mu.Unlock()
+		if id == 0 {
+			c.countMiss(base.CodeMiss, keys.At(first+i))
+			return false
+		}
 		out[first+i] = View{
 			ID: id, Bytes: page[:row.Length:row.Length], Region: row.Region,
 			Index: base.PageIndex(row.Offset / m.info.PageBytes), //nolint:gosec // inside the region
@@ -316,8 +320,12 @@ func (c *Client) Pin(ctx context.Context, keys hot.Keys, mode hot.Mode, codes []
 			return false
 		}
 		c.mu.Lock()
-		c.mu.core.Pin(missing.At(first+i), a.batch, i)
+		pinned := c.mu.core.Pin(missing.At(first+i), a.batch, i)
 		c.mu.Unlock()
+		if !pinned {
+			c.countMiss(base.CodeMiss, missing.At(first+i))
+			return false
+		}
 		codes[at[first+i]] = base.CodeOK
 		return true
 	})

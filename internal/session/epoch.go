@@ -144,6 +144,10 @@ func (c *Core) snapshot(restarted bool) *Snapshot {
 			if row.Region == 0 || r == nil || r.Private() {
 				continue
 			}
+			if !r.mapped {
+				b.Rows[i].unlisted = true
+				continue
+			}
 			s.Leases = append(s.Leases, hot.RelistLease{
 				Pool: r.PoolNumber, Region: row.Region, Offset: row.Offset, Generation: row.Generation,
 				Kind: b.Kind, Acquire: b.Sequence, Index: uint32(i), //nolint:gosec // a row

@@ -25,6 +25,10 @@ type LeaseRow struct {
 	Pool       uint32
 	Offset     uint64
 	Generation base.Generation
+	// unlisted: the session was opened again before the region was mapped, and listed what it
+	// held without this lease. A server that had no hold of ours on its list would not have
+	// recorded it, and did not wait for us before it let pages of the region go.
+	unlisted bool
 }
 
 // Live returns how many leases of the batch are out.
@@ -239,8 +243,13 @@ func (c *Core) LeasesComeBack() bool {
 // Leases returns how many leases are out.
 func (c *Core) Leases() int { return c.leases }
 
-// AddView gives lease i of a view batch a name that is never used again.
+// AddView gives lease i of a view batch a name that is never used again. 0: nothing
+// protects the page any more, since the session was opened again while the region was
+// being mapped; the caller gives the lease back.
 func (c *Core) AddView(b *Batch, i int) uint64 {
+	if b.Rows[i].unlisted {
+		return 0
+	}
 	c.lastView++
 	c.views[c.lastView] = viewRef{batch: b, row: i}
 	return c.lastView
@@ -271,18 +280,22 @@ func (c *Core) Repin(key base.Key) bool {
 }
 
 // Pin makes lease i of a view batch the pin of a key. A pin that another thread took
-// meanwhile is counted up and the lease given back.
-func (c *Core) Pin(key base.Key, b *Batch, i int) {
+// meanwhile is counted up and the lease given back. False: as AddView's 0.
+func (c *Core) Pin(key base.Key, b *Batch, i int) bool {
 	if c.Repin(key) {
 		c.ReleaseRow(b, i)
-		return
+		return true
 	}
 	id := c.AddView(b, i)
+	if id == 0 {
+		return false
+	}
 	p := &pin{count: 1, view: id}
 	v := c.views[id]
 	v.owner = p
 	c.views[id] = v
 	c.pins[key] = p
+	return true
 }
 
 // Unpin counts down; the last one ends the lease. False: not pinned here.

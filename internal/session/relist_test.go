@@ -127,3 +127,36 @@ func TestConfirmedBeforeItWasListed(t *testing.T) {
 		})
 	}
 }
+
+// A lease on a region that is mapped only after the list was made was not in force at the
+// new server from the beginning: pages of the region may have been written since (R3).
+func TestLeaseMappedAfterTheList(t *testing.T) {
+	c := newCore(t)
+	var b Batch
+	if err := c.BeginAcquire(&b, base.LeaseView, 2); err != nil {
+		t.Fatal(err)
+	}
+	row := hot.AcquireRow{Verdict: hot.MakeHit(base.MediumCXL), Pool: 100, Region: 9, Generation: base.MakeGeneration(9, 1)}
+	if !c.EndAcquire(&b, hot.AppendAcquireRow(hot.AppendAcquireRow(nil, &row), &row)) {
+		t.Fatal("not taken")
+	}
+	s := open(c, 2, 200)
+	if len(s.Leases) != 0 {
+		t.Fatalf("%+v is listed, and no mapping holds its region", s.Leases)
+	}
+	c.RelistDone(s)
+	info := shared(9, 4)
+	if err := c.AddRegion(info, Foreign); err != nil { // another Acquire has mapped it, at the new server
+		t.Fatal(err)
+	}
+	if id := c.AddView(&b, 0); id != 0 {
+		t.Fatal("a view of a page that nothing protects")
+	}
+	if c.Pin(base.Key{1}, &b, 1) {
+		t.Fatal("a pin that nothing protects")
+	}
+	c.ReleaseBatch(&b)
+	if views, pins := c.Views(); views+pins != 0 || c.Leases() != 0 {
+		t.Fatalf("%d views, %d pins, %d leases", views, pins, c.Leases())
+	}
+}

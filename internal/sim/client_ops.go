@@ -353,12 +353,15 @@ func (c *clientActor) look(keys []int) {
 	c.acquire(base.LeaseView, keys, func(_ *link, b *session.Batch, rows []hot.AcquireRow) {
 		defer end()
 		for i := range rows {
-			page := c.leased(b, rows, i)
-			if page == nil {
+			page, id := c.leased(b, rows, i), uint64(0)
+			if page != nil {
+				id = c.core.AddView(b, i)
+			}
+			if id == 0 {
 				c.core.ReleaseRow(b, i)
 				continue
 			}
-			v := &view{id: c.core.AddView(b, i), cell: page, want: tag{keys[i], rows[i].Checksum}, row: rows[i], acquire: b.Sequence, index: uint32(i)} //nolint:gosec // a row
+			v := &view{id: id, cell: page, want: tag{keys[i], rows[i].Checksum}, row: rows[i], acquire: b.Sequence, index: uint32(i)} //nolint:gosec // a row
 			w.note("%s exports %v at %v", c.process.name, v.want, v.row.Location())
 			c.views = append(c.views, v)
 			c.checkView(v)

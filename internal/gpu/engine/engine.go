@@ -193,12 +193,7 @@ func (e *Engine) Run(t *Transfer) error {
 	if len(t.Objects) == 0 {
 		return nil
 	}
-	t.done = make(chan struct{})
-	t.at, t.pending, t.failed = cursor{}, 0, nil
-	for i := range t.Objects {
-		o := &t.Objects[i]
-		o.Leaves, o.Err, o.Running, o.Faulted = o.Leaves[:0], nil, false, false
-	}
+	t.begin()
 	if err := e.lanes[t.Direction].submit(t); err != nil {
 		return err
 	}

@@ -78,8 +78,35 @@ type Transfer struct {
 	done chan struct{}
 	// Of the lane.
 	at      cursor
-	pending int // chunks in flight
+	total   uint64 // bytes of all Hosts
+	taken   uint64 // of them, by chunks
+	pending int    // chunks in flight
 	failed  error
+}
+
+// firstChunkBytes is the size of the chunk that nothing else runs beside.
+const firstChunkBytes = 1 << 20
+
+// begin forgets what an earlier Run has left.
+func (t *Transfer) begin() {
+	t.done = make(chan struct{})
+	t.at, t.total, t.taken, t.pending, t.failed = cursor{}, 0, 0, 0, nil
+	for i := range t.Objects {
+		o := &t.Objects[i]
+		o.Leaves, o.Err, o.Running, o.Faulted = o.Leaves[:0], nil, false, false
+		t.total += uint64(len(o.Host))
+	}
+}
+
+// chunkBytes is how much the next chunk takes at most. The link waits for the kernel of a
+// save's first chunk, and nothing runs beside the kernel of a load's last one: chunks grow
+// from small ones, and shrink to them.
+func (t *Transfer) chunkBytes(stage uint64) uint64 {
+	n := t.taken
+	if t.Direction == Load {
+		n = (t.total - t.taken) / 2
+	}
+	return min(max(n, firstChunkBytes), stage)
 }
 
 // cursor is how far a transfer is cut into chunks.
@@ -170,7 +197,9 @@ func (o *Object) wayOf(d Direction, rule Rule, directRunBytes uint64) Way {
 func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunBytes uint64, bounce []byte) (filled, needBounce bool) {
 	c.t, c.spans, c.failed = t, c.spans[:0], nil
 	c.launch = Launch{Direction: t.Direction, After: t.After}
-	var stage uint64
+	room := t.chunkBytes(o.StageBytes)
+	var stage, taken uint64
+	defer func() { t.taken += taken }()
 	tails := 0
 	for t.at.object < len(t.Objects) {
 		obj := &t.Objects[t.at.object]
@@ -188,7 +217,7 @@ func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunB
 		firstCopy := c.launch.Copies
 		for t.at.host < uint64(len(obj.Host)) {
 			n := min(obj.PieceBytes, uint64(len(obj.Host))-t.at.host)
-			if stage+n > o.StageBytes || c.launch.Pieces == o.PieceCount || n <= ShortBytes && tails == TailCount ||
+			if stage+n > o.StageBytes || taken > 0 && taken+n > room || c.launch.Pieces == o.PieceCount || n <= ShortBytes && tails == TailCount ||
 				c.launch.Copies >= o.CopyCount-1 {
 				full = true
 				break
@@ -204,6 +233,7 @@ func (c *chunk) fill(t *Transfer, s *Slot, o *LaneOptions, rule Rule, directRunB
 			}
 			c.copy(obj, s, firstCopy, stage, n, bounce)
 			stage += n
+			taken += n
 			t.at.host += n
 		}
 		sp.hostTo, sp.pieceCount = t.at.host, c.launch.Pieces-sp.firstPiece
