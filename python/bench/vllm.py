@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import pickle
 import random
+import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -165,6 +166,8 @@ class _Transfers:
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.poll = select.poll()
+        self.poll.register(client.event_fd, select.POLLIN)
 
     def register_layout(self, layers: Any, block_count: int) -> int:
         rows = [Layer(r.base, r.block_stride, r.run_bytes, tuple(r.offsets)) for r in layers]
@@ -176,6 +179,9 @@ class _Transfers:
     def submit_load(self, layout: int, keys: bytes, blocks: Any, ends: Any, offsets: Any) -> int:
         return self.client.submit_load(keys, Blocks(layout, blocks, ends), offsets)
 
+    def ready(self) -> bool:
+        return bool(self.poll.poll(0))
+
     def completed(self) -> list[int]:
         return self.client.completed()
 
@@ -186,9 +192,7 @@ class _Transfers:
         return self.client.job_result(job)
 
     def wait(self, timeout_s: float) -> None:
-        import select
-
-        select.select([self.client.event_fd], [], [], timeout_s)
+        self.poll.poll(timeout_s * 1000)
 
     def close(self, timeout_s: float) -> None:
         self.client.close(timeout_s)

@@ -108,6 +108,11 @@ class ClientTransfers:
     def submit_load(self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]) -> int:
         return self.client.submit_load(keys, Blocks(layout, blocks, ends), offsets, **self._order())
 
+    def ready(self) -> bool:
+        # The library makes the descriptor readable before anybody can see that a job has ended, and
+        # clears it with the last one that completed() hands out.
+        return bool(self._poll.poll(0))
+
     def completed(self) -> list[int]:
         return self.client.completed()
 

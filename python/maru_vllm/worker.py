@@ -2,7 +2,9 @@
 
 It submits the orders of a step to the library, polls without blocking, and reports
 every request exactly once (R10, R19). Copying runs in the library's threads,
-outside the interpreter lock.
+outside the interpreter lock. A step with nothing under way does not enter the library, and one
+with something does when a job has ended: entering it after a rest costs as much as
+the rest of a step's work here.
 
 Loads and stores have budgets of their own: bytes that the library has at a time.
 What is over waits here, chunk by chunk, over as many steps as it takes, so that
@@ -18,6 +20,8 @@ Invariants:
   W3  A preempted request's chunks that are not submitted are dropped; those that are
       submitted are copied before before_overwrite returns (R18). Their commit may be
       under way then.
+  W4  What waits for its budget, or for room in the library's queue, waits behind a job
+      under way, so that trying again when a job has ended is enough.
 """
 
 from __future__ import annotations
@@ -65,8 +69,12 @@ class Transfers(Protocol):
 
     def submit_load(self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]) -> int: ...
 
+    def ready(self) -> bool:
+        """Whether a job has ended that completed() did not hand out, or a store was copied since
+        it was asked last. Does not enter the library."""
+
     def completed(self) -> list[int]:
-        """Jobs that have ended, each once."""
+        """Jobs that have ended, each once; maybe some of them, the others at the next call."""
 
     def copied(self, job: int) -> bool:
         """Whether a store that was not handed out as ended has read its blocks; wait() returns then too."""
@@ -169,6 +177,7 @@ class WorkerRole:
         self._recving: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._report = StepReport()
+        self._moved = True  # something that the gauges say
         self._said: dict[str, tuple[float, int]] = {}
         self.counters = Counters()
         self.tally = Tally()
@@ -197,10 +206,14 @@ class WorkerRole:
         This runs in every step; start_stores does not in steps without tokens (0.26), and
         a request may end in the last step that has some. Its stores came with earlier ones.
         """
-        self._finishing.update(orders.finishing)
+        if orders.finishing:
+            self._finishing.update(orders.finishing)
+        if not orders.loads:
+            return
         now = self._clock()
         for order in orders.loads:
             self._load_queue.append(_Load(order, with_shard(order.keys, self._shard), [0, *accumulate(order.counts)], now))
+        self._moved = True
         self._pump_loads()
 
     def _pump_loads(self) -> None:
@@ -293,9 +306,9 @@ class WorkerRole:
 
         A copy always ends: the calls before it have deadlines, and it is a matter of memory speed.
         """
-        preempted = set(orders.preempted)
-        if not preempted:
+        if not orders.preempted:
             return
+        preempted = set(orders.preempted)
         for store in [s for s in self._store_queue if s.order.request_id in preempted]:
             self._drop_rest(store, "dropped")
         since = self._clock()
@@ -308,6 +321,9 @@ class WorkerRole:
 
     def start_stores(self, orders: StepOrders) -> None:
         """Submits the chunks that this step made final, as far as the budget goes; without async_store waits for them."""
+        if not orders.stores:
+            return
+        self._moved = True
         now = self._clock()
         size = self._chunk_blocks * self._block_bytes
         for order in orders.stores:
@@ -386,6 +402,7 @@ class WorkerRole:
 
     def _drop_rest(self, store: _Store, outcome: str) -> None:
         """Gives up the chunks of a store that are not submitted."""
+        self._moved = True
         left = len(store.mine) - store.next
         self.counters.dropped += left
         self.tally.add("store_chunks", left, outcome)
@@ -438,7 +455,13 @@ class WorkerRole:
     # -- results ----------------------------------------------------------
 
     def _poll(self) -> None:
-        for job in self._transfers.completed():
+        if not self._transfers.ready():
+            return
+        jobs = self._transfers.completed()
+        if not jobs:
+            return  # a store was copied, and its commit is under way
+        self._moved = True
+        for job in jobs:
             codes = self._transfers.job_codes(job)
             if job in self._load_jobs:
                 self._end_load_part(*self._load_jobs.pop(job), codes)
@@ -452,11 +475,16 @@ class WorkerRole:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(sent, received) since the last call: requests whose stores, and whose load, have ended."""
-        self._poll()
-        sent = {r for r in self._finishing if r not in self._storing}
-        self._finishing -= sent
+        if self._load_jobs or self._store_jobs:
+            self._poll()
+        sent: set[str] = set()
+        if self._finishing:
+            sent.update(r for r in self._finishing if r not in self._storing)
+            self._finishing -= sent
         received, self._recving = self._recving, set()
-        self._gauges()
+        if self._moved:
+            self._moved = False
+            self._gauges()
         return sent, received
 
     def bad_blocks(self) -> set[int]:
@@ -466,10 +494,10 @@ class WorkerRole:
 
     def report(self, step: int = 0) -> StepReport | None:
         """News for the scheduler, or None."""
-        self._report.step = step
-        if not self._report:
+        report = self._report
+        if not (step or report.stored or report.load_codes):
             return None
-        report, self._report = self._report, StepReport()
+        report.step, self._report = step, StepReport()
         return report
 
     def _gauges(self) -> None:

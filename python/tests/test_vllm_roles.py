@@ -20,7 +20,7 @@ from maru_vllm.geometry import (
 from maru_vllm.messages import StepOrders, StepReport
 from maru_vllm.scheduler import SchedulerRole, bypass_reason
 from maru_vllm.settings import SettingsError, parse_settings, parse_size
-from maru_vllm.worker import WorkerRole
+from maru_vllm.worker import Budgets, WorkerRole
 
 BLOCK = 16
 CHUNK_BLOCKS = 4
@@ -338,16 +338,20 @@ class FakeTransfers:
         self.done: list[int] = []
         self.loads: list[tuple[bytes, list[int], list[int], list[int]]] = []
         self.next = 0
+        self.limit = 256
         self.refuse = False
         self.finish_on_wait = False
         self.copied_on_wait: set[int] = set()
         self.read: set[int] = set()
         self.waits = 0
+        self.asked = 0
+        self.entered = 0  # times that the library was entered
 
     def register_layout(self, layers: Sequence[LayerRuns], block_count: int) -> int:
         return 1
 
     def _job(self, n: int) -> int:
+        self.entered += 1
         if self.refuse:
             raise Refused("queue full")
         self.next += 1
@@ -361,14 +365,21 @@ class FakeTransfers:
         self.loads.append((keys, list(blocks), list(ends), list(offsets)))
         return self._job(len(ends))
 
+    def ready(self) -> bool:
+        self.asked += 1
+        return bool(self.done)
+
     def completed(self) -> list[int]:
-        done, self.done = self.done, []
+        self.entered += 1
+        done, self.done = self.done[: self.limit], self.done[self.limit :]
         return done
 
     def job_codes(self, job: int) -> Sequence[int]:
+        self.entered += 1
         return self.jobs.pop(job)
 
     def copied(self, job: int) -> bool:
+        self.entered += 1
         return job in self.read
 
     def wait(self, timeout_s: float) -> None:
@@ -381,8 +392,8 @@ class FakeTransfers:
     def close(self, timeout_s: float) -> None: ...
 
 
-def make_worker(t: FakeTransfers, **kw: bool) -> WorkerRole:
-    w = WorkerRole(t, chunk_blocks=CHUNK_BLOCKS, submit_error=Refused, already_code=30, **kw)
+def make_worker(t: FakeTransfers, **kw: object) -> WorkerRole:
+    w = WorkerRole(t, chunk_blocks=CHUNK_BLOCKS, submit_error=Refused, already_code=30, **kw)  # type: ignore[arg-type]
     w.register([LayerRuns(0, 100, (0,), 100)], 64)
     return w
 
@@ -468,6 +479,73 @@ def test_a_preemption_waits_for_copies_not_for_commits() -> None:
     t.done = [1, 2]
     w.start_loads(StepOrders(finishing=["a"]))
     assert w.finished() == ({"a"}, set()) and w.report() == StepReport({"a": 1, "b": 1})
+
+
+def a_step(w: WorkerRole, orders: StepOrders | None = None) -> tuple[set[str], set[str]]:
+    """What the engine calls in a step."""
+    orders = orders or StepOrders()
+    w.before_overwrite(orders)
+    w.start_loads(orders)
+    w.start_stores(orders)
+    ended = w.finished()
+    w.bad_blocks()
+    w.tally.take()
+    return ended
+
+
+def test_a_step_enters_the_library_only_for_something_that_happened() -> None:
+    t = FakeTransfers()
+    w = make_worker(t)
+    for _ in range(5):
+        assert a_step(w) == (set(), set()) and w.report() is None
+    assert t.entered == t.asked == 0, "nothing is under way: nobody is asked"
+    a_step(w, a_load("a"))
+    a_step(w, a_store("b"))
+    entered = t.entered
+    for _ in range(5):
+        assert a_step(w, StepOrders(finishing=["b"])) == (set(), set()) and w.report() is None
+    assert t.entered == entered and t.asked >= 5, "nothing has ended: the descriptor says so"
+    t.done = [1, 2]
+    assert a_step(w) == ({"b"}, {"a"}) and w.report() == StepReport({"b": 1})
+    entered, asked = t.entered, t.asked
+    for _ in range(5):
+        assert a_step(w) == (set(), set()) and w.report() is None
+    assert (t.entered, t.asked) == (entered, asked) and not w.busy
+
+
+def test_jobs_beyond_what_one_call_hands_out_are_seen_in_the_next_step() -> None:
+    t = FakeTransfers()
+    t.limit = 1
+    w = make_worker(t)
+    for r in "abc":
+        a_step(w, a_load(r))
+    t.done = [1, 2, 3]
+    assert [a_step(w) for _ in range(4)] == [(set(), {"a"}), (set(), {"b"}), (set(), {"c"}), (set(), set())]
+
+
+def test_what_waits_for_its_budget_goes_on_when_a_job_ends_and_not_before() -> None:
+    t = FakeTransfers()
+    w = make_worker(t, budgets=Budgets(load_bytes=500, store_bytes=400, waiting_bytes=1 << 30))
+    a_step(w, a_load("a"))
+    a_step(w, a_load("b"))
+    a_step(w, a_store("c"))
+    a_step(w, a_store("d"))
+    for _ in range(3):
+        a_step(w)
+    assert t.next == 2 and w.busy, "a load and a store are under way, two wait"
+    t.done = [1, 2]
+    assert a_step(w) == (set(), {"a"}) and t.next == 4
+    t.done = [3, 4]
+    assert a_step(w) == (set(), {"b"}) and not w.busy
+
+
+def test_sets_that_were_handed_out_do_not_change() -> None:
+    t = FakeTransfers()
+    w = make_worker(t)
+    bad, (sent, received) = w.bad_blocks(), w.finished()
+    t.refuse = True
+    w.start_loads(a_load())
+    assert not bad and not sent and not received, "the engine still has them with async scheduling"
 
 
 def test_reports_of_workers_add_up() -> None:

@@ -135,6 +135,8 @@ class SimTransfers:
         self.m, self.rank = machine, rank
         self.jobs: dict[int, _Job] = {}
         self.codes: dict[int, list[int]] = {}
+        self.ended: list[int] = []  # not handed out
+        self.event = False
         self.next = 0
         self.uncommitted = 0  # stores that were said to be copied, and were not ended
 
@@ -156,14 +158,15 @@ class SimTransfers:
     def submit_load(self, layout: int, keys: bytes, blocks: array[int], ends: array[int], offsets: array[int]) -> int:
         return self._submit("load", keys, blocks, ends, offsets)
 
-    def completed(self) -> list[int]:
-        out = []
+    def ready(self) -> bool:
+        """Time goes on here: nobody asks for jobs that have ended before this says so."""
         for number, job in list(self.jobs.items()):
             if job.delay > 0:
                 job.delay -= 1
                 continue
             if job.kind == "store" and job.content is None:
                 job.content = [self._read(blocks) for _, blocks, _ in job.items()]
+                self.event = True
             if job.kind == "store" and job.commit_delay > 0:
                 job.commit_delay -= 1
                 continue
@@ -172,13 +175,20 @@ class SimTransfers:
                 self.codes[number] = [self._commit(key, c) for (key, _, _), c in zip(job.items(), job.content, strict=True)]
             else:
                 self.codes[number] = [self._load(*item) for item in job.items()]
-            out.append(number)
+            self.ended.append(number)
+            self.event = True
+        return self.event
+
+    def completed(self) -> list[int]:
+        assert self.event, "the library was entered and nothing had happened"
+        out, self.ended = self.ended[:3], self.ended[3:]
+        self.event = bool(self.ended)
         return out
 
     def copied(self, number: int) -> bool:
         job = self.jobs.get(number)
         if job is None:
-            return True
+            return True  # ended, maybe not handed out
         self.uncommitted += job.content is not None
         return job.content is not None
 
