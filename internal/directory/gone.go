@@ -74,6 +74,29 @@ func (d *Directory) SessionGone(now time.Duration, id base.SessionID, proof Gone
 	return true
 }
 
+// Silent appends the sessions that do not live here: of them only their holds at the
+// resource manager say that something is mapped. One that holds nothing there has let go
+// of all it had, if it was silent in the same epoch before the holds were asked for: else
+// it may have leased something here and taken its first hold since. Private memory is no
+// matter of the resource manager, so that sessions with some are not among them.
+// Concurrency: read lock.
+func (d *Directory) Silent(now time.Duration, dst []Caller) []Caller {
+	for _, s := range d.sessionList {
+		silent := false
+		switch s.state {
+		case StateLive:
+			silent = s.deadline <= now
+		case StateSuspect, StateLeft, StateAwaited:
+			silent = true
+		case StateKept:
+		}
+		if silent && s.cpu == nil {
+			dst = append(dst, Caller{Session: s.id, Epoch: s.epoch})
+		}
+	}
+	return dst
+}
+
 func (d *Directory) gone(now time.Duration, s *session, reason string) {
 	wasHidden := s.state == StateSuspect
 	if s.state == StateLive {

@@ -308,6 +308,7 @@ func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient,
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	s := l.server
+	before := s.silent()
 	stream, err := client.WatchOwner(ctx, &maruv1.WatchOwnerRequest{
 		OwnerId: s.state.server[:], Incarnation: uint32(owner.incarnation), OwnerToken: owner.token,
 	})
@@ -336,13 +337,15 @@ func (l *rmLink) serve(ctx context.Context, client maruv1.ResourceManagerClient,
 			s.rmAvailable()
 			l.tried()
 		}
-		if err := l.event(event); err != nil {
+		if err := l.event(event, before); err != nil {
 			return err
 		}
 	}
 }
 
-func (l *rmLink) event(e *maruv1.OwnerEvent) error {
+// event takes one event of the stream; before are the sessions that were silent when it was
+// asked for.
+func (l *rmLink) event(e *maruv1.OwnerEvent, before []directory.Caller) error {
 	s := l.server
 	switch e := e.GetEvent().(type) {
 	case *maruv1.OwnerEvent_SessionGone:
@@ -372,7 +375,7 @@ func (l *rmLink) event(e *maruv1.OwnerEvent) error {
 			}
 			holders[id] = struct{}{}
 		}
-		s.watched(holders)
+		s.watched(before, holders)
 	}
 	return nil
 }

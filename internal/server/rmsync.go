@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
@@ -91,31 +92,26 @@ func recoveredRegion(r *maruv1.RegionInfo) (directory.RecoveredRegion, error) {
 	}, nil
 }
 
+// silent are the sessions that may turn out to hold nothing (directory.Silent); to be asked
+// before their holds are.
+func (s *Server) silent() (list []directory.Caller) {
+	_ = s.look(func(d *directory.Directory, now time.Duration) error {
+		list = d.Silent(now, nil)
+		return nil
+	})
+	return list
+}
+
 // watched compares who holds regions at the RM with what is known here, when the
 // connection is made and with each sweep. Events of the time without a connection are
 // lost, and of a session that never held anything there is none; but what they would have
 // said shows: a session that is not live, that this server does not watch itself, and
 // that holds nothing at the RM any more, has let go of all it had mapped. One that was
-// live when the connection came back is judged by a sweep after its expiry. Private memory
-// is no matter of the RM, so sessions that have some wait for another proof.
-func (s *Server) watched(holders map[base.SessionID]struct{}) {
-	u := s.usage()
-	private := make(map[base.SessionID]struct{})
-	for i := range u.Pools {
-		if p := &u.Pools[i]; p.Grant.Private {
-			private[p.Session] = struct{}{}
-		}
-	}
-	for i := range u.Sessions {
-		x := &u.Sessions[i]
-		switch x.State {
-		case directory.StateSuspect, directory.StateLeft, directory.StateAwaited:
-		default:
-			continue
-		}
+// live when the holds were asked for is judged by a sweep after its expiry.
+func (s *Server) watched(before []directory.Caller, holders map[base.SessionID]struct{}) {
+	for _, x := range s.silent() {
 		_, holds := holders[x.Session]
-		_, hasMemory := private[x.Session]
-		if holds || hasMemory || s.bound.has(x.Session) {
+		if holds || !slices.Contains(before, x) || s.bound.has(x.Session) {
 			continue
 		}
 		s.sessionGone(x.Session, directory.GoneDeregistered, "the resource manager has no hold of it any more")
@@ -255,6 +251,7 @@ func (s *Server) sweepOnce(ctx context.Context) (bool, error) {
 	if err := s.askPredecessors(ctx, client, owner.incarnation); err != nil {
 		return false, err
 	}
+	before := s.silent()
 	regions, err := s.rm.listRegions(ctx, client, owner)
 	if err != nil {
 		return false, s.checkFenced(err)
@@ -269,7 +266,7 @@ func (s *Server) sweepOnce(ctx context.Context) (bool, error) {
 			holders[id] = struct{}{}
 		}
 	}
-	s.watched(holders)
+	s.watched(before, holders)
 	var orphans []*maruv1.RegionInfo
 	done := true
 	err = s.look(func(d *directory.Directory, _ time.Duration) error {

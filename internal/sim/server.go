@@ -396,6 +396,7 @@ func (s *serverActor) watch(again func()) {
 			again()
 		}
 	}
+	before := s.dir.Silent(s.now(), nil)
 	call(w, s.process, w.manager.process, "WatchOwner", once, func(answer func(*stream, error)) {
 		w.manager.watchOwner(s, s.claim(s.incarnation), func(mine *stream, holders []base.SessionID) {
 			if settled || mine.from.ended || mine.broken {
@@ -404,7 +405,7 @@ func (s *serverActor) watch(again func()) {
 			settled = true
 			s.link, s.connecting = mine, false
 			w.note("%s: the resource manager is there", s.process.name)
-			s.watched(holders)
+			s.watched(before, holders)
 			w.at(s.process, w.latency(), s.sweepOnce)
 		})(answer)
 	}, func(_ *stream, err error, _ fate) {
@@ -446,26 +447,11 @@ func (s *serverActor) ownerEvent(e core.Event) {
 	}
 }
 
-// watched compares the holders at the resource manager with what is known here.
-func (s *serverActor) watched(holders []base.SessionID) {
-	holds := map[base.SessionID]bool{}
-	for _, h := range holders {
-		holds[h] = true
-	}
-	u := s.dir.Usage(s.now())
-	private := map[base.SessionID]bool{}
-	for _, p := range u.Pools {
-		if p.Grant.Private {
-			private[p.Session] = true
-		}
-	}
-	for _, x := range u.Sessions {
-		switch x.State {
-		case directory.StateSuspect, directory.StateLeft, directory.StateAwaited:
-		default:
-			continue
-		}
-		if _, bound := s.bound[x.Session]; !holds[x.Session] && !private[x.Session] && !bound {
+// watched compares the holders at the resource manager with who is silent here, and was
+// before they were asked for.
+func (s *serverActor) watched(before []directory.Caller, holders []base.SessionID) {
+	for _, x := range s.dir.Silent(s.now(), nil) {
+		if _, bound := s.bound[x.Session]; !bound && slices.Contains(before, x) && !slices.Contains(holders, x.Session) {
 			s.sessionGone(x.Session, directory.GoneDeregistered)
 		}
 	}
@@ -493,6 +479,7 @@ func (s *serverActor) sweepOnce() {
 		return
 	}
 	inc := s.incarnation
+	before := s.dir.Silent(s.now(), nil)
 	call(w, s.process, w.manager.process, "ListRegions", mayRepeat, w.manager.list(s.claim(inc)), func(l ownerList, err error, _ fate) {
 		s.checkFenced(err)
 		if err != nil {
@@ -503,7 +490,7 @@ func (s *serverActor) sweepOnce() {
 			_ = s.step(func(d *directory.Directory) error { d.PredecessorsEnded(s.now()); return nil })
 		}
 		if !w.planted(SweepBlind) {
-			s.watched(holdersOf(l.holds, s.id))
+			s.watched(before, holdersOf(l.holds, s.id))
 		}
 		inFlight, relisting := s.dir.AllocationInFlight(), s.dir.RelistIncomplete()
 		for _, r := range l.regions {
