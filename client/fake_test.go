@@ -51,6 +51,8 @@ type fake struct {
 	// loseHolds: the answers of that many Hold calls are lost. refuseHolds: all are refused.
 	loseHolds   atomic.Int32
 	refuseHolds atomic.Bool
+	// holdEnds: the session is over at the server when its next hold comes.
+	holdEnds atomic.Bool
 	// oldServer: heartbeats do not say which region is the newest.
 	oldServer atomic.Bool
 	// unholdCount is the most regions of an Unhold; 0: any.
@@ -601,6 +603,11 @@ func (f *fake) Hold(_ context.Context, r *maruv1.HoldRequest) (*maruv1.HoldRespo
 	defer f.mu.Unlock()
 	if f.refuseHolds.Load() {
 		return nil, fmt.Errorf("%w: hold", base.ErrOffline)
+	}
+	if f.holdEnds.CompareAndSwap(true, false) {
+		var id base.SessionID
+		copy(id[:], r.GetSessionId())
+		f.mu.sessions[id].ended = true
 	}
 	resp := &maruv1.HoldResponse{HoldToken: []byte("hold"), Provable: true}
 	for _, h := range r.GetHandles() {

@@ -6,6 +6,7 @@ import (
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
+	"github.com/xcena-dev/maru/internal/hot"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
 
@@ -59,4 +60,37 @@ func (l *lab) holds(id base.SessionID) int {
 		}
 	}
 	return n
+}
+
+// A reader is stopped between the answer to its Acquire and its first hold, for so long that
+// the server has taken it for one that let go of everything. What it maps then may hold
+// another object: no view of it is handed out.
+func TestViewIsConfirmed(t *testing.T) {
+	f := startFake(t)
+	writer := open(t, cxlConfig(f))
+	want(t, "store", storeOne(t, writer, 1, value(1, 1000)), base.CodeOK)
+	cfg := cxlConfig(f)
+	cfg.AutoExpand, cfg.WriteOrder, cfg.CPUBytes = Off, []base.Medium{base.MediumCPU}, 2*testPage
+	cfg.Overcommit = On
+	reader := open(t, cfg)
+	f.holdEnds.Store(true)
+	views := make([]View, 1)
+	if err := reader.Retrieve(t.Context(), keysOf(1), hot.ModeEach, views); err != nil || views[0].ID != 0 {
+		t.Fatal(err, views[0].ID)
+	}
+	if f.holdEnds.Load() {
+		t.Fatal("nothing was held")
+	}
+	eventually(t, "a view in the next epoch", func() bool {
+		if err := reader.Retrieve(t.Context(), keysOf(1), hot.ModeEach, views); err != nil {
+			t.Fatal(err)
+		}
+		return views[0].ID != 0
+	})
+	reader.ReleaseViews([]uint64{views[0].ID})
+	eventually(t, "the leases given back", func() bool {
+		reader.mu.Lock()
+		defer reader.mu.Unlock()
+		return reader.mu.core.Leases() == 0 && reader.mu.core.Pending() == 0
+	})
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -72,6 +73,7 @@ func (c *Client) acquireOnce(ctx context.Context, l *link, a *acquired, kind bas
 		a.sizes = hot.AppendManifestSize(a.sizes, 1)
 	}
 	req := hot.AcquireRequest{Namespace: l.namespace, Kind: kind, Mode: mode, ManifestSizes: a.sizes, Keys: keys}
+	before := *c.maps.Load()
 	c.mu.Lock()
 	err := c.mu.core.BeginAcquire(a.batch, kind, n)
 	req.Sequence, req.Watermark = a.batch.Sequence, c.mu.core.Watermark()
@@ -128,6 +130,34 @@ func (c *Client) acquireOnce(ctx context.Context, l *link, a *acquired, kind bas
 	}
 	if len(a.ids) > 0 {
 		c.ensureMapped(ctx, l, a.ids)
+	}
+	if err := c.confirmMapped(ctx, l, kind, a, before); err != nil {
+		c.mu.Lock()
+		c.mu.core.ReleaseBatch(a.batch)
+		c.mu.Unlock()
+		a.rows = a.rows[:0]
+		c.kick()
+		c.failed(l, err)
+		return err
+	}
+	return nil
+}
+
+// confirmMapped shows that the session lives, with its leases, now that the holds of their
+// regions are on record (session.MustConfirm); before is what was mapped when the Acquire
+// was sent.
+func (c *Client) confirmMapped(ctx context.Context, l *link, kind base.LeaseKind, a *acquired, before map[base.RegionID]*mapped) error {
+	mapper := session.Unwatched
+	if l.provable.Load() {
+		mapper = session.Watched
+	}
+	if !session.MustConfirm(kind, mapper) || !slices.ContainsFunc(a.rows, func(row hot.AcquireRow) bool {
+		return row.Verdict.Status() == hot.Hit && row.Region < base.FirstPrivateRegion && c.region(row.Region) != before[row.Region]
+	}) {
+		return nil
+	}
+	if err := c.heartbeat(ctx, l, l.api, c.heartbeatEvery(l)); err != nil {
+		return fmt.Errorf("leases are not confirmed after the hold of their regions: %w", err)
 	}
 	return nil
 }

@@ -116,6 +116,23 @@ func (c *Core) EndAcquire(b *Batch, rows hot.AcquireRows) bool {
 	return true
 }
 
+// Mapper is how the server knows that a session's process has ended.
+type Mapper uint8
+
+// Mappers.
+const (
+	Unwatched Mapper = iota // by what the resource manager says of its holds
+	Watched                 // the server watches it itself
+)
+
+// MustConfirm reports whether leases of a kind count only once a heartbeat that was sent
+// after the hold of their regions was given has been acknowledged in the Acquire's epoch. A
+// server that does not watch the process takes a session that is silent and holds nothing
+// for one that has let go of everything; a process that was stopped between the Acquire
+// and its first hold can be that session, and its clock need not tell (R3, R4). Copies are
+// judged when their last byte was read.
+func MustConfirm(kind base.LeaseKind, m Mapper) bool { return kind == base.LeaseView && m == Unwatched }
+
 // LoseAcquire says that an Acquire has no answer, or has one that cannot be used: what
 // it may have leased is released by name, and until then its operation stays open.
 func (c *Core) LoseAcquire(b *Batch) {

@@ -294,8 +294,9 @@ func (c *clientActor) install(server *serverActor, o *opened, process *process, 
 		srv: server, who: directory.Caller{Session: c.id, Epoch: o.Epoch}, server: o.server, process: process, namespace: o.Namespace,
 		incarnation: o.incarnation, pools: o.Pools,
 	}
-	if c.link != nil {
-		c.link.over = true
+	old := c.link
+	if old != nil {
+		old.over = true
 	}
 	c.link = l
 	c.w.note("%s opens epoch %d at server epoch %x, relist %v", c.process.name, o.Epoch, uint64(o.server), o.Relist)
@@ -316,6 +317,9 @@ func (c *clientActor) install(server *serverActor, o *opened, process *process, 
 	})
 	c.unprepared, c.prepareNot = true, 0
 	c.run()
+	if snap == nil && old != nil {
+		c.mark(c.core.Unmarked(nil), l) // their epoch changed between Commit and mark
+	}
 	if snap != nil {
 		// The core's book of leases is a map: its order must not be the run's.
 		slices.SortFunc(snap.Leases, func(a, b hot.RelistLease) int {
@@ -421,7 +425,10 @@ type beatAnswer struct {
 	incarnation base.Incarnation
 }
 
-func (c *clientActor) beat(l *link) {
+func (c *clientActor) beat(l *link) { c.beatThen(l, func(error) {}) }
+
+// beatThen sends a heartbeat; then hears how it ended.
+func (c *clientActor) beatThen(l *link, then func(error)) {
 	w := c.w
 	c.beats++
 	req := &directory.HeartbeatRequest{
@@ -452,6 +459,7 @@ func (c *clientActor) beat(l *link) {
 				c.lose(l) // the connection is gone: open again
 			}
 			c.failed(l, err)
+			then(err)
 			return
 		}
 		if w.planted(ValidFromAnswer) {
@@ -464,6 +472,7 @@ func (c *clientActor) beat(l *link) {
 		if lost || c.core.Pending() > 0 || c.unprepared || len(c.core.LostCommits(nil)) > 0 || len(c.unholds) > 0 {
 			c.kick()
 		}
+		then(nil)
 	})
 }
 

@@ -2,6 +2,8 @@ package sim
 
 import (
 	"errors"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/xcena-dev/maru/internal/base"
@@ -154,6 +156,7 @@ func (c *clientActor) acquire(kind base.LeaseKind, keys []int, got func(l *link,
 		req.Keys = append(req.Keys, key[:]...)
 	}
 	req.Sequence, req.Watermark = b.Sequence, c.core.Watermark()
+	before := maps.Clone(c.maps)
 	call(w, c.process, l.process, "Acquire", mayRepeat, func(answer func([]byte, error)) {
 		out, err := l.srv.acquire(l.who, req)
 		answer(out, err)
@@ -183,7 +186,28 @@ func (c *clientActor) acquire(kind base.LeaseKind, keys []int, got func(l *link,
 				ids = append(ids, row.Region)
 			}
 		}
-		c.ensureMapped(l, ids, func() { got(l, b, rows) })
+		if kind == base.LeaseView && len(ids) > 0 && c.remote && len(c.handles) == 0 && w.trouble(w.rough) {
+			w.stopBeforeHold(c, keys)
+		}
+		mapper := session.Watched
+		if c.remote {
+			mapper = session.Unwatched
+		}
+		confirm := session.MustConfirm(kind, mapper) && !w.planted(ViewUnconfirmed)
+		c.ensureMapped(l, ids, func() {
+			if !confirm || !slices.ContainsFunc(ids, func(id base.RegionID) bool { return c.maps[id] != before[id] }) {
+				got(l, b, rows)
+				return
+			}
+			c.beatThen(l, func(err error) {
+				if err != nil {
+					c.core.ReleaseBatch(b)
+					c.kick()
+					rows = nil
+				}
+				got(l, b, rows)
+			})
+		})
 	})
 }
 

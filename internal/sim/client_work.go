@@ -181,6 +181,9 @@ func (c *clientActor) resolveLost(l *link, next func()) {
 
 // mark writes the marks of READY pages.
 func (c *clientActor) mark(refs []session.PageRef, l *link) {
+	if now := c.current(); now != nil {
+		l = now // opened again since: the page was not READY when that epoch looked for unmarked ones
+	}
 	for _, ref := range refs {
 		m := c.maps[ref.Region]
 		if m == nil {

@@ -53,6 +53,7 @@ const (
 	VouchUnnumbered
 	HoldOutlivesProcess
 	DropAgentIsProof
+	ViewUnconfirmed
 	faultCount
 )
 
@@ -99,6 +100,7 @@ var faultTable = [faultCount]struct{ name, rule string }{
 	VouchUnnumbered:     {"vouch-unnumbered", "Proof: an agent's word for a process that a report of its end overtook counts"},
 	HoldOutlivesProcess: {"hold-outlives-process", "Holds: a hold that was under way when its vouched process ended makes the session anew"},
 	DropAgentIsProof:    {"drop-agent-is-proof", "Proof: the RM takes what a dropped agent vouched for to be gone"},
+	ViewUnconfirmed:     {"view-unconfirmed", "Leases: a view counts although its region's hold came after the session's end"},
 }
 
 func (f Fault) String() string {

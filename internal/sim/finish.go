@@ -116,6 +116,11 @@ func (w *world) unsettled() string {
 				n.Retiring, n.Quarantined, n.Committing, n.Writing, c.core.Leases(), c.core.Pending(), c.waitingPages())
 		}
 	}
+	for _, c := range w.clients {
+		if c.alive() && !c.closing && len(c.core.Unmarked(nil)) > 0 {
+			return fmt.Sprintf("%s has not marked %v", c.process.name, c.core.Unmarked(nil))
+		}
+	}
 	u := w.server.dir.Usage(w.server.now())
 	for _, x := range u.Sessions {
 		// What the server has granted is what the writer knows: else nobody would ever use it.

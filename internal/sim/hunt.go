@@ -103,3 +103,11 @@ func (w *world) ambush(writer *clientActor, key int) {
 		w.at(writer.process, w.between(time.Second, 6*time.Second), func() { writer.store(w.IntN(keyCount)) })
 	}
 }
+
+// stopBeforeHold stops a reader that has leases, and not yet a hold of what it is to map,
+// until its session has expired and a sweep has found that it holds nothing.
+func (w *world) stopBeforeHold(c *clientActor, keys []int) {
+	stop := w.between(ttl+sweepInterval, ttl+3*sweepInterval)
+	w.pause(c.process, stop)
+	w.rewrite(c, keys, ttl+sweepInterval/2, stop+5*time.Second)
+}
