@@ -175,6 +175,7 @@ class Driver(Engine):
             return out
 
         transfers.completed = late
+        transfers.ready = lambda: bool(held) or type(transfers).ready(transfers)
         return {}
 
     def do_lose(self, first: int) -> dict[str, Any]:
@@ -198,10 +199,11 @@ class Driver(Engine):
         def submit_load(layout: int, keys: bytes, blocks: Any, ends: Any, offsets: Any) -> int:
             del transfers.submit_load
             fake = 1 << 62
-            count, completed, codes = len(ends), transfers.completed, transfers.job_codes
+            count, completed, codes, ready = len(ends), transfers.completed, transfers.job_codes, transfers.ready
 
             def done() -> list[int]:
                 transfers.completed = completed
+                transfers.ready = ready
                 return [fake, *completed()]
 
             def job_codes(job: int) -> Any:
@@ -210,7 +212,7 @@ class Driver(Engine):
                 transfers.job_codes = codes
                 return [0] * count
 
-            transfers.completed, transfers.job_codes = done, job_codes
+            transfers.completed, transfers.job_codes, transfers.ready = done, job_codes, lambda: True
             return fake
 
         transfers.submit_load = submit_load
