@@ -4,6 +4,16 @@ The engine's thread puts tasks and reads answers; only this thread waits for the
 server. Its queue is bounded by what the engine has: at most a probe a request and
 change, an end a request, one refresh at a time. While the server is away probes are
 answered at once, and asked again once a second.
+
+The thread needs the interpreter lock between two calls of the library, and an engine's
+thread that computes gives it away after 5 ms at the earliest. So it takes all that is
+queued at once, and asks for all of those requests in one call: requests that come
+together are answered together, in the time of one.
+
+Invariants:
+  L1  Each probe is answered exactly once, whatever happens to the others of its call.
+  L2  A request's leases are ended after the last call that could take some; a request
+      that never had any is not ended at the server.
 """
 
 from __future__ import annotations
@@ -13,13 +23,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from maru import _lib
 from maru.api import Client, Mode, Verdict
 from maru.errors import MaruError
-from maru.keys import root
+from maru.keys import KEY_BYTES, root
 from maru_vllm.chain import PrefixChain, library_hasher
 
 __all__ = ["ClientLookup", "lease_id"]
@@ -31,14 +42,20 @@ logger = logging.getLogger("maru.vllm")
 _REFRESH_S = 3.0
 _AWAY_S = 1.0
 _MEDIA = {1: "cpu", 2: "cxl", 3: "ssd"}
+_STATUS = bytes(verdict & 3 for verdict in range(256))
+_HIT, _PENDING = bytes((Verdict.HIT,)), bytes((Verdict.PENDING,))
 
 
 class _Probe:
-    """The result of one lookup; written by the lookup thread, once."""
+    """The result of one lookup; written by the lookup thread, once.
 
-    __slots__ = ("_at", "_leading", "_reason", "_verdicts")
+    leased: the server may keep leases for its request, set before the result is done.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_at", "_leading", "_reason", "_verdicts", "leased")
+
+    def __init__(self, leased: bool) -> None:
+        self.leased = leased
         self._leading: int | None = None
         self._at: float | None = None
         self._reason = "not_stored"
@@ -80,7 +97,8 @@ class ClientLookup:
         self._replicas = replicas
         self._timeout_s = timeout_s
         self._hasher = library_hasher(_lib.load())
-        self._tasks: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._last: dict[str, _Probe] = {}  # of each request that end() was not called for; the engine's thread
         self._refreshed = time.monotonic()
         self._away_until = 0.0
         self._away_said = False
@@ -91,11 +109,12 @@ class ClientLookup:
         return PrefixChain(root(self._namespace_id, salt), chunk_tokens, self._hasher)
 
     def probe(self, request_id: str, keys: Callable[[], bytes]) -> _Probe:
-        result = _Probe()
+        before = self._last.get(request_id)
+        result = self._last[request_id] = _Probe(before is not None and (before.leased or not before.done()))
         if time.monotonic() < self._away_until:
             result.finish(0, b"", "unreachable")
             return result
-        self._tasks.put((self._probe, result, request_id, keys))
+        self._tasks.put((self._probe, (result, request_id, keys)))
         return result
 
     def keep_due(self) -> bool:
@@ -105,62 +124,110 @@ class ClientLookup:
         self._refreshed = time.monotonic()
         ids = [lease_id(r) for r in request_ids]
         if ids:
-            self._tasks.put((self.client.refresh_requests, ids))
+            self._tasks.put((self._refresh, ids))
 
     def end(self, request_id: str) -> None:
-        self._tasks.put((self.client.end_requests, [lease_id(request_id)]))
+        last = self._last.pop(request_id, None)
+        # In this order: whoever is done was said to be leased before.
+        if last is not None and (not last.done() or last.leased):
+            self._tasks.put((self._end, request_id))
 
     def close(self) -> None:
         """Ends the thread and the session."""
-        self._tasks.put((None,))
+        self._tasks.put((None, None))
         self._thread.join(timeout=2.0)
         self.client.close(2.0)
 
     def _run(self) -> None:
         while True:
-            function, *args = self._tasks.get()
-            if function is None:
-                return
-            try:
-                function(*args)
-            except MaruError as e:
-                # A failed refresh or end costs at most an early eviction.
-                logger.debug("lookup thread: %s", e)
-            except Exception:
-                # A thread that ended would leave every later lookup open for ever.
-                logger.exception("lookup failed; its request is computed")
+            tasks = [self._tasks.get()]
+            while not self._tasks.empty():
+                tasks.append(self._tasks.get())
+            for function, group in groupby(tasks, lambda task: task[0]):
+                if function is None:
+                    return
+                try:
+                    function([argument for _, argument in group])
+                except MaruError as e:
+                    # A failed refresh or end costs at most an early eviction.
+                    logger.debug("lookup thread: %s", e)
+                except Exception:
+                    # A thread that ended would leave every later lookup open for ever.
+                    logger.exception("lookup failed; its request is computed")
 
-    def _probe(self, result: _Probe, request_id: str, keys: Callable[[], bytes]) -> None:
-        leading, verdicts, reason = 0, bytearray(), "unreachable"
+    def _refresh(self, lists: Sequence[list[int]]) -> None:
+        self.client.refresh_requests(lists[-1])
+
+    def _end(self, request_ids: Sequence[str]) -> None:
+        self.client.end_requests([lease_id(r) for r in request_ids])
+
+    def _probe(self, asked: Sequence[tuple[_Probe, str, Callable[[], bytes]]]) -> None:
+        """Answers probes that were queued together."""
+        waiting: list[tuple[_Probe, str, bytes]] = []
+        leases: list[tuple[bytes, int]] | None = None
+        targets = b""
         try:
-            packed = keys()
-            if time.monotonic() >= self._away_until:  # else it became so while this one waited
-                targets, began = self.client.targets(), time.monotonic()
-                if len(targets) == 16 * self._world_size:
-                    leading, verdicts = self._ask(packed, targets, lease_id(request_id))
-                    reason = "not_stored"
-                    if leading < len(verdicts) and verdicts[leading] & 3 == Verdict.PENDING:
-                        reason = "pending"
-                    # A server that hangs is a miss to the library until the session ends.
-                    hung = time.monotonic() - began >= self._timeout_s
-                    if not leading and (hung or not self.client.connected):
-                        reason = "unreachable"
+            for result, request_id, keys in asked:
+                try:
+                    waiting.append((result, request_id, keys()))
+                except Exception:
+                    logger.exception("a prompt was not hashed; its request is computed")
+                    result.finish(0, b"", "not_stored")
+            if not waiting or time.monotonic() < self._away_until:  # it became so while these waited
+                return
+            targets = self.client.targets()
+            if len(targets) == 16 * self._world_size:
+                leases = self._answer(waiting, targets)
         finally:
-            self._note(reason == "unreachable")
-            result.finish(leading, bytes(verdicts), reason)
+            if waiting:
+                self._note(leases is None)
+            for result, _, _ in waiting:
+                if not result.done():
+                    result.finish(0, b"", "unreachable")
+        for found, lease in leases or ():
+            self._ask(found, targets, Mode.PREFIX, lease)
 
-    def _ask(self, keys: bytes, targets: bytes, lease: int) -> tuple[int, bytearray]:
-        """Shard s is read by ranks s * replicas and on; the answer counts what all of them can read."""
-        best: tuple[int, bytearray] | None = None
+    def _answer(self, waiting: Sequence[tuple[_Probe, str, bytes]], targets: bytes) -> list[tuple[bytes, int]] | None:
+        """Asks for all of them at once; None: the server is away.
+
+        One alone takes its leases by the same call. Of several it returns what to take after
+        the answers, as (keys, lease): a chunk that is evicted in this moment is a load that
+        fails, as others are, and the engine does not wait for a call a request.
+        """
+        alone = len(waiting) == 1
+        began = time.monotonic()
+        if alone:
+            waiting[0][0].leased = True
+            verdicts = self._ask(waiting[0][2], targets, Mode.PREFIX, lease_id(waiting[0][1]))
+        else:
+            verdicts = self._ask(b"".join(keys for _, _, keys in waiting), targets, Mode.EACH, 0)
+        status = verdicts.translate(_STATUS)
+        if _HIT not in status and (time.monotonic() - began >= self._timeout_s or not self.client.connected):
+            return None  # a server that hangs is a miss to the library until the session ends
+        leases, at = [], 0
+        for result, request_id, keys in waiting:
+            end = at + len(keys) // KEY_BYTES
+            behind = status[at:end].lstrip(_HIT)
+            leading = end - at - len(behind)
+            if alone:
+                result.leased = bool(leading)
+            elif leading:
+                result.leased = True
+                leases.append((keys[: leading * KEY_BYTES], lease_id(request_id)))
+            result.finish(leading, verdicts[at:end], "pending" if behind.startswith(_PENDING) else "not_stored")
+            at = end
+        return leases
+
+    def _ask(self, keys: bytes, targets: bytes, mode: Mode, lease: int) -> bytes:
+        """A verdict a key. Shard s is read by ranks s * replicas and on; a hit is one for all of them."""
+        answer = b""
         for r in range(self._replicas):
             mine = b"".join(targets[16 * i : 16 * i + 16] for i in range(r, self._world_size, self._replicas))
-            answer = self.client.probe(keys, Mode.PREFIX, targets=mine, request_id=lease, timeout=self._timeout_s)
-            if best is None or answer[0] < best[0]:
-                best = answer
-            if best[0] == 0:
+            verdicts = bytes(self.client.probe(keys, mode, targets=mine, request_id=lease, timeout=self._timeout_s)[1])
+            answer = bytes(b if a & 3 == Verdict.HIT else a for a, b in zip(answer, verdicts)) if r else verdicts
+            if _HIT not in answer.translate(_STATUS):
                 break
-        assert best is not None
-        return best
+        return answer
 
     def _note(self, away: bool) -> None:
         if away:
