@@ -7,7 +7,9 @@ is done the answer is "ask again".
 
 State lives as long as its request: what the engine or the server already knows is
 not kept here (VL-09). A step costs nothing for a request whose next chunk is not
-complete yet.
+complete yet: when the engine schedules the same requests again, as it does while they
+decode, it is known how many such steps have nothing to order, and they are not looked
+through.
 
 Invariants:
   S1  A hit counts whole blocks that were proved for every worker, and leaves at
@@ -19,6 +21,9 @@ Invariants:
       time, until the first one's blocks are in the engine's own cache.
   S5  A request with stores that are not reported by every worker has its blocks
       held (R18, R19).
+  S6  _idle_steps counts further steps of exactly _scheduled in which no request of
+      them completes a chunk or ends a lease. A request that is new (under an old id,
+      too) or looked up again sets it to 0; one that is loading or preempted is not in it.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import os
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +58,8 @@ _STORED_BYTES = 12
 # Steps with fewer new tokens are timed now and then only.
 _TIMED_TOKENS = 64
 _TIMED_EVERY = 32
+
+_FAR = 1 << 30  # more tokens than a request has
 
 
 class LookupResult(Protocol):
@@ -166,9 +173,13 @@ class SchedulerRole:
         self._held: dict[str, int] = {}  # finished requests whose blocks wait for stores
         # What this engine stored lately, to tell "evicted" from "not stored"; nothing else believes it.
         self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._scheduled: dict[str, int] = {}  # of the last step that was looked through
+        self._idle_steps = 0
+        self._new_tokens = 0  # of such a step, beyond one a request
         self._step = 0
         self._timed: dict[int, tuple[float, int]] = {}  # steps whose time is wanted: begin, new tokens
         self._last_output = 0.0
+        self._say_minimum()
 
     # -- requests ---------------------------------------------------------
 
@@ -185,6 +196,7 @@ class SchedulerRole:
             if reason is not None:
                 self.tally.add("bypassed_requests", label=reason)
             self._requests[request.request_id] = state
+            self._idle_steps = 0
         return state
 
     def _new_chain(self, request: Any) -> PrefixChain:
@@ -240,6 +252,7 @@ class SchedulerRole:
 
         state.lookup = self._lookup.probe(request.request_id, keys)
         state.asked_at = self._clock()
+        self._idle_steps = 0
         state.looked_up, state.answered, state.leased = chunks, False, True
 
     def _answer(self, state: _Request) -> None:
@@ -374,9 +387,26 @@ class SchedulerRole:
                 state.judged = state.waits_since = None
                 if state.lookup is not None and state.lookup.done():
                     state.lookup, state.looked_up = None, 0
-        total = 0
+        if self._idle_steps > 0 and scheduled == self._scheduled:
+            self._idle_steps -= 1
+        else:
+            self._look_through(scheduled, table_of, orders)
+        if scheduled:
+            self._time_step(orders, self._new_tokens)
+        if self._lookup.keep_due():
+            self._lookup.keep([r for r, s in requests.items() if s.leased])
+        return orders
+
+    def _look_through(
+        self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[int] | None], orders: StepOrders
+    ) -> None:
+        """Orders what this step makes final, and finds how many equal ones will have nothing to order."""
+        requests = self._requests
+        most, total, left = 1, 0, _FAR
         for request_id, tokens in scheduled.items():
             total += tokens
+            if tokens > most:
+                most = tokens
             state = requests.get(request_id)
             if state is None:
                 continue
@@ -387,11 +417,12 @@ class SchedulerRole:
             final = state.request.num_computed_tokens + tokens
             if final >= state.next_store:
                 self._store_order(state, final, table_of, orders)
-        if scheduled:
-            self._time_step(orders, total - len(scheduled))
-        if self._lookup.keep_due():
-            self._lookup.keep([r for r, s in requests.items() if s.leased])
-        return orders
+            if state.next_store - final < left:
+                left = state.next_store - final
+        # The engine keeps its mapping, and some releases change it.
+        self._scheduled = dict(scheduled)
+        self._idle_steps = (left - 1) // most
+        self._new_tokens = total - len(scheduled)
 
     def _time_step(self, orders: StepOrders, new_tokens: int) -> None:
         """Asks for the time of steps that say what computing costs."""
@@ -504,32 +535,40 @@ class SchedulerRole:
     # -- news -------------------------------------------------------------
 
     def update_output(
-        self, recving: Iterable[str], invalid_blocks: set[int], report: StepReport | None, failed: Iterable[str] = ()
+        self, recving: Collection[str], invalid_blocks: set[int], report: StepReport | None, failed: Collection[str] = ()
     ) -> None:
         """Takes the workers' news, before the engine acts on them.
 
         recving: requests whose load every worker has ended; failed: those of them whose
         load counts as failed as a whole.
         """
-        now = self._clock()
-        if report is not None and report.step:
-            begin = self._timed.pop(report.step, None)
-            if begin is not None:
-                self.cost.step(begin[1], now - max(begin[0], self._last_output))
-        self._last_output = now
+        now = 0.0
+        if self._timed or recving:
+            now = self._clock()
+        if self._timed:
+            if report is not None and report.step:
+                begin = self._timed.pop(report.step, None)
+                if begin is not None:
+                    self.cost.step(begin[1], now - max(begin[0], self._last_output))
+                    self._say_minimum()
+            # A step that is timed begins behind the outputs of those before it. One that came
+            # when none was timed is older than any that will be.
+            self._last_output = now
         if invalid_blocks:
             # Workers end at different steps; what one of them lost is remembered until all have.
             for loading in self._requests.values():
                 if loading.load is not None:
                     self._mark_bad(loading, loading.load, invalid_blocks)
-        whole = set(failed)
+        whole = set(failed) if failed else ()
         for request_id in recving:
             state = self._requests.get(request_id)
             if state is not None and state.load is not None:
                 if request_id in whole:
                     state.bad_from = 0
                 self._end_load(state, now, report)
-        for request_id, count in report.stored.items() if report is not None else ():
+        if report is None:
+            return
+        for request_id, count in report.stored.items():
             state = self._requests.get(request_id)
             if state is not None:
                 state.stores -= count
@@ -563,6 +602,7 @@ class SchedulerRole:
         self.tally.add("prefill_seconds_saved", tokens * self.cost.seconds_per_token)
         if not lost:
             self.cost.load(tokens, seconds)
+            self._say_minimum()
             # A chunk that was loaded in part is whole in Maru all the same.
             self._know(state, max(state.known, state.load_first + good))
             return
@@ -598,8 +638,11 @@ class SchedulerRole:
 
     def stats(self) -> dict[str, Any] | None:
         """What was counted since the last call."""
-        self.tally.gauge("min_hit_tokens", self.cost.min_hit_tokens)
         return self.tally.take()
+
+    def _say_minimum(self) -> None:
+        """The gauge of what was learned; whenever something was."""
+        self.tally.gauge("min_hit_tokens", self.cost.min_hit_tokens)
 
     @property
     def live(self) -> int:
