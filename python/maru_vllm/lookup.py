@@ -23,7 +23,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -42,6 +42,7 @@ logger = logging.getLogger("maru.vllm")
 _REFRESH_S = 3.0
 _AWAY_S = 1.0
 _MEDIA = {1: "cpu", 2: "cxl", 3: "ssd"}
+_CALL_BYTES = 4096 * KEY_BYTES  # of keys of several requests; the library makes calls of as many
 _STATUS = bytes(verdict & 3 for verdict in range(256))
 _HIT, _PENDING = bytes((Verdict.HIT,)), bytes((Verdict.PENDING,))
 
@@ -163,29 +164,47 @@ class ClientLookup:
 
     def _probe(self, asked: Sequence[tuple[_Probe, str, Callable[[], bytes]]]) -> None:
         """Answers probes that were queued together."""
-        waiting: list[tuple[_Probe, str, bytes]] = []
-        leases: list[tuple[bytes, int]] | None = None
-        targets = b""
+        leases: list[tuple[bytes, int]] = []
+        targets, away = b"", True
         try:
-            for result, request_id, keys in asked:
-                try:
-                    waiting.append((result, request_id, keys()))
-                except Exception:
-                    logger.exception("a prompt was not hashed; its request is computed")
-                    result.finish(0, b"", "not_stored")
-            if not waiting or time.monotonic() < self._away_until:  # it became so while these waited
+            if time.monotonic() < self._away_until:  # it became so while these waited
                 return
             targets = self.client.targets()
-            if len(targets) == 16 * self._world_size:
-                leases = self._answer(waiting, targets)
+            if len(targets) != 16 * self._world_size:
+                return
+            for group in self._hashed(asked):
+                taken = self._answer(group, targets)
+                if taken is None:
+                    return
+                leases += taken
+            away = False
         finally:
-            if waiting:
-                self._note(leases is None)
-            for result, _, _ in waiting:
+            self._note(away)
+            for result, _, _ in asked:
                 if not result.done():
                     result.finish(0, b"", "unreachable")
-        for found, lease in leases or ():
-            self._ask(found, targets, Mode.PREFIX, lease)
+        for keys, lease in leases:
+            self._ask(keys, targets, Mode.PREFIX, lease)
+
+    @staticmethod
+    def _hashed(asked: Sequence[tuple[_Probe, str, Callable[[], bytes]]]) -> Iterator[list[tuple[_Probe, str, bytes]]]:
+        """Those with keys, as many at a time as one call takes: prompts in front do not wait for all the others."""
+        group: list[tuple[_Probe, str, bytes]] = []
+        size = 0
+        for result, request_id, keys_of in asked:
+            try:
+                keys = keys_of()
+            except Exception:
+                logger.exception("a prompt was not hashed; its request is computed")
+                result.finish(0, b"", "not_stored")
+                continue
+            if group and size + len(keys) > _CALL_BYTES:
+                yield group
+                group, size = [], 0
+            group.append((result, request_id, keys))
+            size += len(keys)
+        if group:
+            yield group
 
     def _answer(self, waiting: Sequence[tuple[_Probe, str, bytes]], targets: bytes) -> list[tuple[bytes, int]] | None:
         """Asks for all of them at once; None: the server is away.

@@ -125,6 +125,15 @@ def test_requests_that_come_together_are_asked_for_in_one_call(opened: Opener) -
     ], "the leases of those that hit"
 
 
+def test_long_prompts_are_asked_for_in_several_calls_and_hashed_as_they_come(opened: Opener) -> None:
+    lookup, client = opened()
+    client.have[0] |= {key("c", 0)}
+    a, b, c = queued(lookup, client, ("a", 4000), ("b", 90), ("c", 90))
+    asked = [(mode, len(split)) for mode, split, _, _ in client.calls[1:]]
+    assert asked == [(Mode.EACH, 4090), (Mode.PREFIX, 90)], "the last one is alone in its call"
+    assert [r.leading() for r in (a, b, c)] == [0, 0, 1]
+
+
 def test_one_alone_takes_its_leases_by_the_same_call(opened: Opener) -> None:
     lookup, client = opened()
     client.gate.set()
