@@ -501,7 +501,7 @@ func (c *Client) giveBack(ctx context.Context, l *link, info session.RegionInfo)
 func (c *Client) flushReturns(ctx context.Context, l *link) {
 	for ctx.Err() == nil {
 		c.mu.Lock()
-		r, ok := c.mu.core.BeginReturn()
+		r, ok := c.mu.core.BeginReturn(l.epoch)
 		c.mu.Unlock()
 		if !ok {
 			return

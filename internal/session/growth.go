@@ -119,12 +119,15 @@ type Return struct {
 	Sequence   base.Sequence
 	PoolNumber uint32
 	Region     base.RegionID
+	epoch      base.Epoch
 }
 
-// BeginReturn takes the next region to give back. false: there is none, or not now.
-func (c *Core) BeginReturn() (Return, bool) {
+// BeginReturn takes the next region to give back, for the server of an epoch. false: there
+// is none, or not now, or that epoch is over: what its server hears is not what the next one
+// hears, which may be the one that has the region.
+func (c *Core) BeginReturn(epoch base.Epoch) (Return, bool) {
 	i := slices.IndexFunc(c.returns, func(r back) bool { return !r.asked })
-	if c.phase != Live || i < 0 {
+	if c.phase != Live || epoch != c.epoch || i < 0 {
 		return Return{}, false
 	}
 	seq, err := c.ledger.begin()
@@ -133,16 +136,18 @@ func (c *Core) BeginReturn() (Return, bool) {
 	}
 	r := &c.returns[i]
 	r.asked = true
-	return Return{Sequence: seq, PoolNumber: r.PoolNumber, Region: r.ID}, true
+	return Return{Sequence: seq, PoolNumber: r.PoolNumber, Region: r.ID, epoch: c.epoch}, true
 }
 
 // EndReturn takes the answer; unknown as for EndExpand. A server that does not know the
 // region as ours has it back; with any other error it is told again, as another operation:
-// returning a region twice changes nothing. It reports whether the server has it.
+// returning a region twice changes nothing. So it is when the session was opened again
+// since: the answer may be of a server that is fenced, or did not know yet what it has. It
+// reports whether the server has it.
 func (c *Core) EndReturn(r Return, unknown bool, err error) bool {
 	c.ledger.end(r.Sequence)
 	code := base.CodeOf(err)
-	heard := err == nil || !unknown && (code == base.CodeNotFound || code == base.CodeDenied)
+	heard := r.epoch == c.epoch && (err == nil || !unknown && (code == base.CodeNotFound || code == base.CodeDenied))
 	if i := slices.IndexFunc(c.returns, func(x back) bool { return x.ID == r.Region }); i >= 0 {
 		if c.returns[i].asked = false; heard {
 			c.gave(c.returns[i].RegionInfo)

@@ -89,11 +89,11 @@ func TestGiveBack(t *testing.T) {
 	c := newCore(t)
 	tell := func(unknown bool, err error) (r Return, heard bool) {
 		t.Helper()
-		r, ok := c.BeginReturn()
+		r, ok := c.BeginReturn(c.epoch)
 		if !ok || r.Region != 5 {
 			t.Fatal(r, ok)
 		}
-		if _, twice := c.BeginReturn(); twice {
+		if _, twice := c.BeginReturn(c.epoch); twice {
 			t.Fatal("two calls at a time")
 		}
 		return r, c.EndReturn(r, unknown, err)
@@ -117,7 +117,7 @@ func TestGiveBack(t *testing.T) {
 	}
 	for server := base.ServerEpoch(200); server <= 300; server += 100 {
 		snap := open(c, 2, server)
-		if _, ok := c.BeginReturn(); ok {
+		if _, ok := c.BeginReturn(c.epoch); ok {
 			t.Fatal("told before the list")
 		}
 		c.RelistDone(snap)
@@ -137,14 +137,14 @@ func TestGoneRegionIsNamed(t *testing.T) {
 		c.Drain(id)
 		c.RemoveRegion(id)
 	}
-	if _, ok := c.BeginReturn(); ok {
+	if _, ok := c.BeginReturn(c.epoch); ok {
 		t.Fatal("the server that took it back is told")
 	}
 	c.RelistDone(open(c, 2, 200))
-	if r, ok := c.BeginReturn(); !ok || r.Region != 5 {
+	if r, ok := c.BeginReturn(c.epoch); !ok || r.Region != 5 {
 		t.Fatal(r, ok)
 	}
-	if r, ok := c.BeginReturn(); ok {
+	if r, ok := c.BeginReturn(c.epoch); ok {
 		t.Fatal(r)
 	}
 	for i := range base.RegionID(2 * gaveCount) {
@@ -152,5 +152,26 @@ func TestGoneRegionIsNamed(t *testing.T) {
 	}
 	if len(c.given) != gaveCount || c.given[0].ID != 10+gaveCount {
 		t.Fatal(len(c.given), c.given[0].ID)
+	}
+}
+
+// What the server of an older epoch hears is not heard: the next one may have the region by
+// the resource manager's list.
+func TestReturnToAnotherEpoch(t *testing.T) {
+	c := newCore(t)
+	c.GiveBack(shared(5, 4))
+	late, ok := c.BeginReturn(c.epoch)
+	if !ok {
+		t.Fatal("nothing to give back")
+	}
+	c.RelistDone(open(c, 2, 200))
+	if c.EndReturn(late, false, nil) {
+		t.Fatal("the answer of a server that is gone counts")
+	}
+	if _, ok := c.BeginReturn(1); ok {
+		t.Fatal("it is told to the older server")
+	}
+	if r, ok := c.BeginReturn(2); !ok || !c.EndReturn(r, false, nil) || c.Pending() != 0 {
+		t.Fatal("the newer one is not told")
 	}
 }

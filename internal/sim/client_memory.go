@@ -118,7 +118,8 @@ func (c *clientActor) hold(l *link, handles []core.Handle, done func([]core.Plac
 	lost := false
 	var try func()
 	try = func() {
-		call(w, c.process, w.manager.process, "Hold", mayRepeat, w.manager.hold(req), func(out core.Held, err error, f fate) {
+		// Once: gRPC delivers a call at most once, and the client's own repetition is try.
+		call(w, c.process, w.manager.process, "Hold", once, w.manager.hold(req), func(out core.Held, err error, f fate) {
 			if unknownOutcome(f, err) && !lost {
 				lost = true // repeating a recorded sequence succeeds
 				try()
@@ -371,7 +372,7 @@ func (c *clientActor) expandCXL(l *link, done func(error)) {
 // flushReturns tells the server of regions that could not be used.
 func (c *clientActor) flushReturns(l *link, next func()) {
 	w := c.w
-	r, ok := c.core.BeginReturn()
+	r, ok := c.core.BeginReturn(l.who.Epoch)
 	if !ok {
 		next()
 		return
