@@ -9,6 +9,8 @@ One engine process each, all alive together, one of them at work at a time:
     cpu      MaruKVConnector on memory of its own
     cxl      on a shared pool (a file on /dev/shm)
     mixed    half of each; the total is the same for all three
+    null     a connector that does nothing: what vLLM charges for having one
+    native   vLLM's own offload to as much host memory
 
 First the pairs: batches of new prompts, where nothing can hit, with the connector and
 without it, the order turning; `off` runs twice a round, so that its ratio to itself says
@@ -44,6 +46,7 @@ from vllm_ttft import KV_BYTES_PER_TOKEN_LAYER, maru_up
 from vllm_turns import Child, Spec
 
 GIB = 1 << 30
+MARU = ("cpu", "cxl", "mixed")  # engines with its connector
 
 
 class Measuring:
@@ -144,7 +147,7 @@ def print_pairs(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[str]:
             f"  {name:<10} median {middle:.4f} of {len(ratios)}, quartiles {low:.4f} {high:.4f}, min {min(ratios):.4f}, max {max(ratios):.4f}; "
             f"median {statistics.median(v for (_, e), v in speed.items() if e == name):.0f} tokens/s, stored {stored / GIB:.3f} of {want * len(ratios) / a.pairs / GIB:.3f} GiB, hit {hit} tokens"
         )
-        if name != "off again" and (stored < 0.5 * want * len(ratios) / a.pairs or hit):
+        if name in MARU and (stored < 0.5 * want * len(ratios) / a.pairs or hit):
             wrong.append(f"pairs: {name} stored less than half of what it computed, or hit what nobody stored")
     return wrong
 
@@ -170,7 +173,7 @@ def print_table(what: str, rows: list[dict[str, Any]], a: argparse.Namespace) ->
             f"{sum(r['cached'] for r in mine):>7} {mean['lookup_ms']:>7.2f} {mean['load_ms']:>8.2f} {mine[-1]['min_hit_tokens']:>8.0f}"
         )
         want = {"reuse": 0.8 * len(mine) * a.reuse[0] * a.reuse[1], "shared": 0.8 * len(mine) * a.shared[2]}.get(what, 0)
-        if name in ("cpu", "cxl", "mixed") and sum(hit.values()) < want:
+        if name in MARU and sum(hit.values()) < want:
             wrong.append(f"{what}: {name} hit {sum(hit.values())} tokens, {want:.0f} were to be expected")
         if failed := sum(r["load_failed_tokens"] for r in mine):
             wrong.append(f"{what}: loads of {failed} tokens failed in {name}")
@@ -222,7 +225,7 @@ def start(a: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
     engines = []
     for name in a.engines:
         extra: dict[str, Any] = {}
-        if name != "off":
+        if name in MARU:
             parts = {"cpu": (whole, 0), "cxl": (0, whole), "mixed": (whole // 2, whole // 2)}[name]
             cxl = str(parts[1] + slack) if parts[1] else "0"
             server = stack.enter_context(maru_up(a.maru, cxl, a.out / f"up-{name}.log", "--cpu-size", str(parts[0] + slack)))
@@ -237,7 +240,7 @@ def start(a: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
         o = {
             "name": name, "mode": "none" if name == "off" else name, "extra": extra, "layers": a.layers, "eager": a.eager,
             "sizes": [a.pair_tokens, a.reuse[1], a.shared[1] + a.shared[2], a.low[1], a.pressure[1]],
-            "geometry": a.geometry, "cache": str(work / f"cache-{name}"),
+            "geometry": a.geometry, "native_gib": a.pool_gib, "cache": str(work / f"cache-{name}"),
             "llm": {"kv_cache_memory_bytes": int(a.kv_gib * GIB), "gpu_memory_utilization": 0.1, **a.llm},
         }  # fmt: skip
         engines.append(Child(o, a.out / f"{name}.log", a.total_limit + 30))

@@ -62,6 +62,10 @@ class Engine:
         if o["mode"] == "native":
             os.environ["VLLM_USE_SIMPLE_KV_OFFLOAD"] = "0"
             kw.update(kv_offloading_size=o["native_gib"], kv_offloading_backend="native")
+        elif o["mode"] == "null":
+            kw["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="NullConnector", kv_connector_module_path="null_connector", kv_role="kv_both"
+            )
         elif o["mode"] != "none":
             kw["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="MaruKVConnector", kv_connector_module_path="maru_vllm", kv_role="kv_both",

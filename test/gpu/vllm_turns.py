@@ -46,7 +46,7 @@ class Counting(Engine):
             # Not from the metrics: LLM.generate of vLLM 0.26 drops the counts of steps without an answer.
             out = get_output()
             stats = out.scheduler_stats and out.scheduler_stats.kv_connector_stats
-            if stats:
+            if stats and "counters" in stats:  # Maru's
                 from maru_vllm.stats import merge
 
                 self._counts = merge(self._counts, stats)
