@@ -237,6 +237,25 @@ func TestLanesAreIndependent(t *testing.T) {
 	}
 }
 
+// TestChunksGrow: the first chunks of a save and the last of a load are small, the others
+// fill a slot.
+func TestChunksGrow(t *testing.T) {
+	d := fake.New()
+	e := openEngine(t, d, engine.Config{StagingBytes: 16 << 20}) // slots of 4 MiB
+	o, _ := simple(t, e, d, 32<<20)
+	for _, dir := range []engine.Direction{engine.Save, engine.Load} {
+		before := d.Launches()
+		tr := &engine.Transfer{Direction: dir, Objects: []engine.Object{o}}
+		if err := e.Run(tr); err != nil || tr.Objects[0].Err != nil {
+			t.Fatal(err, tr.Objects[0].Err)
+		}
+		// 1 + 1 + 2 + 7 x 4 MiB, or the other way round.
+		if n := d.Launches() - before; n != 10 {
+			t.Errorf("%v: %d chunks", dir, n)
+		}
+	}
+}
+
 func TestCapturedStreamIsRefused(t *testing.T) {
 	d := fake.New()
 	e := openEngine(t, d, engine.Config{})
