@@ -303,11 +303,7 @@ func (c *Client) leaveMemory() (bool, error) {
 	c.unmapAgain()
 	ctx, cancel := context.WithTimeout(context.Background(), c.cfg.RPCTimeout)
 	defer cancel()
-	c.mu.Lock()
-	list := c.mu.unholds
-	c.mu.unholds = nil
-	c.mu.Unlock()
-	if list, err := c.manager.unhold(ctx, list); err != nil {
+	if list, err := c.manager.unhold(ctx, c.takeUnholds()); err != nil {
 		c.mu.Lock()
 		c.mu.unholds = list
 		c.mu.Unlock()

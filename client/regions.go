@@ -37,6 +37,7 @@ type mapped struct {
 	// registration is how the GPU reaches it; nil: through a bounce buffer.
 	registration atomic.Pointer[engine.Registration]
 	stuck        atomic.Bool // a lost GPU may still write to it
+	stray        bool        // it was never made known to the core; under mapMu
 
 	// marks is the page lock of the region: marks are written and cleared under it.
 	marks sync.Mutex
@@ -271,17 +272,14 @@ func (c *Client) addForeign(ctx context.Context, l *link, r *maruv1.SharedRegion
 		return
 	}
 	m, err := c.mapRegion(a, r.GetPoolNumber(), session.Foreign)
-	if err == nil && m.info.ID != id {
-		_ = m.mapping.Unmap()
-		err = fmt.Errorf("%w: region %d was held, %d was asked for", base.ErrInvalid, m.info.ID, id)
-	}
 	if err == nil {
-		if err = c.addRegion(m, session.Foreign); err == nil {
+		if m.info.ID != id {
+			err = fmt.Errorf("%w: region %d was held, %d was asked for", base.ErrInvalid, m.info.ID, id)
+		} else if err = c.addRegion(m, session.Foreign); err == nil {
 			return
 		}
-		_ = m.mapping.Unmap()
 	}
-	c.unholdOne(ctx, r.GetHandle())
+	c.discard(ctx, m, r.GetHandle())
 	c.unreachable(ctx, l, r.GetPoolNumber(), id, err)
 }
 
@@ -456,17 +454,16 @@ func (c *Client) mapOwn(ctx context.Context, l *link, resp *maruv1.ExpandRespons
 		m, err = c.mapRegion(a, resp.GetPoolNumber(), session.Own)
 	}
 	if err == nil {
-		if want := c.cfg.pageBytes(); m.info.PageBytes < want {
+		if want := c.cfg.pageBytes(); m.info.ID != base.RegionID(resp.GetHandle().GetRegionId()) {
+			err = fmt.Errorf("%w: region %d was held, %d was asked for", base.ErrInvalid, m.info.ID, resp.GetHandle().GetRegionId())
+		} else if m.info.PageBytes < want {
 			err = fmt.Errorf("%w: the region has pages of %d bytes, %d are needed", base.ErrInvalid, m.info.PageBytes, want)
 		} else {
 			err = c.addRegion(m, session.Own)
 		}
-		if err != nil {
-			_ = m.mapping.Unmap()
-		}
 	}
 	if err != nil {
-		c.unholdOne(ctx, resp.GetHandle())
+		c.discard(ctx, m, resp.GetHandle())
 		return nil, err
 	}
 	return m, nil
@@ -481,8 +478,10 @@ func (c *Client) addRegion(m *mapped, own session.Ownership) error {
 	c.mu.Unlock()
 	if err != nil {
 		c.setRegion(m.info.ID, nil)
-		// A device that was opened meanwhile may have seen it.
-		return errors.Join(err, c.unregister(m))
+		if m.segment >= 0 {
+			err = errors.Join(err, c.unregister(m)) // a device that was opened meanwhile may have seen it
+		}
+		return err
 	}
 	c.registerLater(m)
 	return nil

@@ -241,8 +241,33 @@ func (c *Client) queueUnholds(handles []*maruv1.RegionHandle) {
 	c.kick()
 }
 
-// unholdOne gives the hold of a region back that could not be mapped.
+// takeUnholds takes the holds that are to be given back, but those of regions that are
+// mapped: again since, or still, because they could not be unmapped. Called under mapMu, or
+// by Close.
+func (c *Client) takeUnholds() []*maruv1.RegionHandle {
+	c.mu.Lock()
+	list := c.mu.unholds
+	c.mu.unholds = nil
+	c.mu.Unlock()
+	return slices.DeleteFunc(list, func(h *maruv1.RegionHandle) bool {
+		id := base.RegionID(h.GetRegionId())
+		return c.region(id) != nil || c.stillMapped(id)
+	})
+}
+
+// stillMapped reports whether unmapping a region has failed: its hold is given back when it
+// succeeds.
+func (c *Client) stillMapped(id base.RegionID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.ContainsFunc(c.mu.unmaps, func(m *mapped) bool { return base.RegionID(m.handle.GetRegionId()) == id })
+}
+
+// unholdOne gives the hold of a region back that could not be mapped. Called under mapMu.
 func (c *Client) unholdOne(ctx context.Context, h *maruv1.RegionHandle) {
+	if c.stillMapped(base.RegionID(h.GetRegionId())) {
+		return
+	}
 	list := []*maruv1.RegionHandle{h}
 	if _, err := c.manager.unhold(ctx, list); err != nil {
 		c.queueUnholds(list)

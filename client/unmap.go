@@ -3,7 +3,6 @@ package client
 import (
 	"context"
 	"errors"
-	"slices"
 	"time"
 
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
@@ -34,13 +33,7 @@ func (c *Client) dropGone(ctx context.Context) {
 			c.queueUnholds([]*maruv1.RegionHandle{h})
 		}
 	}
-	c.mu.Lock()
-	list := c.mu.unholds
-	c.mu.unholds = nil
-	c.mu.Unlock()
-	list = slices.DeleteFunc(list, func(h *maruv1.RegionHandle) bool {
-		return c.region(base.RegionID(h.GetRegionId())) != nil // mapped again since: it needs its hold
-	})
+	list := c.takeUnholds()
 	if len(list) == 0 {
 		return
 	}
@@ -80,9 +73,21 @@ func (c *Client) unmap(id base.RegionID) *maruv1.RegionHandle {
 		return nil
 	}
 	// Every copy has ended: a lease or a page in the making would have kept the region.
-	if err := c.unregister(m); err != nil {
-		c.log.Error("the GPU may still reach a region; it stays mapped and its hold is kept", "region", id, "error", err)
+	if !c.unmapShared(m) {
 		return nil
+	}
+	c.mu.Lock()
+	c.mu.core.RemoveRegion(id)
+	c.mu.Unlock()
+	return m.handle
+}
+
+// unmapShared ends the mapping of a shared region, and reports whether it is gone: only then
+// its hold may be given back.
+func (c *Client) unmapShared(m *mapped) bool {
+	if err := c.unregister(m); err != nil {
+		c.log.Error("the GPU may still reach a region; it stays mapped and its hold is kept", "region", m.info.ID, "error", err)
+		return false
 	}
 	// Under the page lock: a mark in the making is finished before the bytes go.
 	m.marks.Lock()
@@ -90,16 +95,25 @@ func (c *Client) unmap(id base.RegionID) *maruv1.RegionHandle {
 	m.records, m.data = nil, nil
 	m.marks.Unlock()
 	if err != nil {
-		c.log.Error("unmapping a region failed; it is tried again, and its hold is kept until then", "region", id, "error", err)
+		c.log.Error("unmapping a region failed; it is tried again, and its hold is kept until then", "region", m.info.ID, "error", err)
 		c.mu.Lock()
 		c.mu.unmaps, c.mu.unmapNot = append(c.mu.unmaps, m), time.Now().Add(unmapLater)
 		c.mu.Unlock()
-		return nil
+		return false
 	}
-	c.mu.Lock()
-	c.mu.core.RemoveRegion(id)
-	c.mu.Unlock()
-	return m.handle
+	return true
+}
+
+// discard ends a mapping that was made and is not used, and gives the hold back that it was
+// made under. m is nil when nothing was mapped. Called under mapMu.
+func (c *Client) discard(ctx context.Context, m *mapped, held *maruv1.RegionHandle) {
+	if m != nil {
+		m.stray, m.handle = true, held
+		if !c.unmapShared(m) {
+			return
+		}
+	}
+	c.unholdOne(ctx, held)
 }
 
 // unmapLater is how long after a failure unmapping is tried again.
@@ -122,12 +136,14 @@ func (c *Client) unmapAgain() {
 			c.mu.Unlock()
 			continue
 		}
-		c.mu.Lock()
-		if info, _, ok := c.mu.core.Region(m.info.ID); ok && m.own == session.Own {
-			c.mu.core.GiveBack(info) // with the pool's number of now
+		if !m.stray {
+			c.mu.Lock()
+			if info, _, ok := c.mu.core.Region(m.info.ID); ok && m.own == session.Own {
+				c.mu.core.GiveBack(info) // with the pool's number of now
+			}
+			c.mu.core.RemoveRegion(m.info.ID)
+			c.mu.Unlock()
 		}
-		c.mu.core.RemoveRegion(m.info.ID)
-		c.mu.Unlock()
 		c.queueUnholds([]*maruv1.RegionHandle{m.handle})
 	}
 }

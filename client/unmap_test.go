@@ -9,6 +9,7 @@ import (
 	maruv1 "github.com/xcena-dev/maru/api/maru/v1"
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/media/mapping"
+	"github.com/xcena-dev/maru/internal/node"
 	"github.com/xcena-dev/maru/internal/rpc"
 )
 
@@ -52,6 +53,58 @@ func TestRealUnmapAgain(t *testing.T) {
 	eventually(t, "the hold given back", func() bool { return !slices.Contains(l.heldIDs(c.Session()), id) })
 	eventually(t, "the region given back", func() bool { return !slices.Contains(l.regionIDs(), id) })
 	want(t, "load from another region", loadOne(t, c, 2, make([]byte, 1000)), base.CodeOK)
+}
+
+// What was mapped and cannot be used has its hold until it is unmapped.
+func TestDiscardedMappingKeepsItsHold(t *testing.T) {
+	f := startFake(t)
+	writer := open(t, cxlConfig(f))
+	want(t, "store", storeOne(t, writer, 1, value(1, 1000)), base.CodeOK)
+	cfg := cxlConfig(f)
+	cfg.AutoExpand, cfg.WriteOrder, cfg.CPUBytes, cfg.Overcommit = Off, []base.Medium{base.MediumCPU}, 2*testPage, On
+	reader := open(t, cfg)
+	var refuse atomic.Bool
+	var refused atomic.Int32
+	refuse.Store(true)
+	reader.unmapMemory = func(m *mapping.Mapping) error {
+		if refuse.Load() {
+			refused.Add(1)
+			return fmt.Errorf("%w: a test's", base.ErrInternal)
+		}
+		return m.Unmap()
+	}
+	held := func() bool {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		return f.mu.holds[holdKey(reader.sessionID(), uint32(writer.OwnedRegions()[0]))]
+	}
+	f.wrongRegion.Store(true)
+	for range 2 { // the second one finds the first one's mapping still there
+		want(t, "load", loadOne(t, reader, 1, make([]byte, 1000)), base.CodeMiss)
+	}
+	eventually(t, "another attempt", func() bool { return refused.Load() > 2 })
+	if !held() {
+		t.Fatal("the hold of a region that is mapped was given back")
+	}
+	refuse.Store(false)
+	eventually(t, "the hold given back", func() bool { return !held() })
+	f.wrongRegion.Store(false)
+	eventually(t, "a load", func() bool { return loadOne(t, reader, 1, make([]byte, 1000)) == base.CodeOK })
+}
+
+// An own region that the resource manager answers under another number is none: hold and
+// region go back.
+func TestOwnRegionOfAnotherNumber(t *testing.T) {
+	f := startFake(t)
+	f.wrongRegion.Store(true)
+	if _, err := openWith(t.Context(), cxlConfig(f), node.BootTime); base.CodeOf(err) != base.CodeInvalid {
+		t.Fatal(err)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.mu.holds) != 0 || len(f.mu.returned) != 1 || f.mu.returned[0].GetRegionId() != 1 {
+		t.Fatal(f.mu.holds, f.mu.returned)
+	}
 }
 
 // regionIDs are the regions at the resource manager.
