@@ -442,6 +442,27 @@ func TestLostCommitAnswer(t *testing.T) {
 	})
 }
 
+// A lost Commit is resolved also when as many operations as there may be have come behind
+// it, while the server did not answer: nothing could begin any more else.
+func TestResolveBehindAFullWindow(t *testing.T) {
+	f := startFake(t)
+	c := open(t, cxlConfig(f))
+	f.drop[hot.OpResolve].Store(1 << 30)
+	f.drop[hot.OpCommit].Store(2)
+	want(t, "lost", storeOne(t, c, 0, value(0, 1000)), base.CodeUnknown)
+	for full := false; !full; {
+		c.mu.Lock()
+		seq, err := c.mu.core.Begin()
+		c.mu.core.End(seq)
+		c.mu.Unlock()
+		full = err != nil
+	}
+	f.drop[hot.OpResolve].Store(0)
+	eventually(t, "the resolve", func() bool { return c.Stats().PagesQuarantined == 0 })
+	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
+	want(t, "load", loadOne(t, c, 0, make([]byte, 1000)), base.CodeOK)
+}
+
 // The first delivery of a Commit is executed and its answer lost; the second comes when
 // the epoch is over. Stale is no refusal then: the page shows its object.
 func TestStaleSecondDelivery(t *testing.T) {

@@ -126,22 +126,18 @@ func pageEvent(a *session.Ack) *maruv1.PageEvent {
 	}
 }
 
-// resolveLost closes Commits whose answers were lost (X1).
+// resolveLost closes Commits whose answers were lost (X1). A Resolve can be repeated, and is
+// no operation of its own: it ends the one that all others may be waiting for, when as many
+// as there may be have come behind it.
 func (c *Client) resolveLost(l *link) {
 	c.mu.Lock()
 	lost := c.mu.core.LostCommits(nil)
 	c.mu.Unlock()
 	for _, op := range lost {
 		req := hot.ResolveRequest{Target: op.Sequence, TargetEpoch: op.Epoch, TargetServerEpoch: op.ServerEpoch}
-		c.mu.Lock()
-		seq, err := c.mu.core.Begin()
-		req.Sequence, req.Watermark = seq, c.mu.core.Watermark()
-		c.mu.Unlock()
-		if err != nil {
-			return
-		}
+		req.Watermark = c.watermark()
 		var marks []session.PageRef
-		_, err = l.hot.call(c.ctx, hot.OpResolve, c.cfg.RPCTimeout,
+		_, err := l.hot.call(c.ctx, hot.OpResolve, c.cfg.RPCTimeout,
 			func(dst []byte, id uint64) []byte { return hot.AppendResolve(dst, id, &req) },
 			func(payload []byte) error {
 				var answer hot.ResolveAnswer
@@ -154,9 +150,6 @@ func (c *Client) resolveLost(l *link) {
 				c.mu.core.Resolved(op.Sequence, answer.Outcome, answer.Results)
 				return nil
 			})
-		c.mu.Lock()
-		c.mu.core.End(seq)
-		c.mu.Unlock()
 		if err != nil {
 			c.failed(l, err)
 			return

@@ -151,12 +151,7 @@ func (c *clientActor) resolveLost(l *link, next func()) {
 	}
 	op := slices.MinFunc(lost, func(a, b session.Lost) int { return cmp.Compare(a.Sequence, b.Sequence) })
 	req := &hot.ResolveRequest{Target: op.Sequence, TargetEpoch: op.Epoch, TargetServerEpoch: op.ServerEpoch}
-	seq, err := c.core.Begin()
-	if err != nil {
-		next()
-		return
-	}
-	req.Sequence, req.Watermark = seq, c.core.Watermark()
+	req.Watermark = c.core.Watermark()
 	call(w, c.process, l.process, "Resolve", mayRepeat, func(answer func(resolved, error)) {
 		var out resolved
 		err := l.srv.step(func(d *directory.Directory) (err error) {
@@ -165,7 +160,6 @@ func (c *clientActor) resolveLost(l *link, next func()) {
 		})
 		answer(out, err)
 	}, func(out resolved, err error, _ fate) {
-		c.core.End(seq)
 		if err != nil {
 			c.failed(l, err)
 			next()
