@@ -17,6 +17,7 @@ import (
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/rm"
 	"github.com/xcena-dev/maru/internal/server"
+	"github.com/xcena-dev/maru/internal/session"
 )
 
 // frontDoor is the one address of a service: new connections go to the server that it
@@ -112,12 +113,20 @@ func TestRollingUpdate(t *testing.T) {
 
 	dst := make([]byte, 1000)
 	eventually(t, "the client at the new server, with its keys", func() bool {
-		return c.Connected() && loadOne(t, c, 1, dst) == base.CodeOK
+		return listed(c) && loadOne(t, c, 1, dst) == base.CodeOK
 	})
 	if l := c.current(); l == nil || l.resp.GetControlUnixPath() != next.UnixPath {
 		t.Error("it is not the new server")
 	}
 	want(t, "store at the new one", storeOne(t, c, 2, value(2, 1000)), base.CodeOK)
+}
+
+// listed reports whether the session is live: before its list is acknowledged it may load,
+// and commits nothing.
+func listed(c *Client) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.core.Phase() == session.Live
 }
 
 // A server that is started again with another Unix socket, or on another machine, is
@@ -135,11 +144,12 @@ func TestRestartWithAnotherSocket(t *testing.T) {
 	l.stop()
 	l.cfg.UnixPath, l.cfg.HotUnixPath = l.cfg.UnixPath+"2", l.cfg.HotUnixPath+"2"
 	l.start()
+	eventually(t, "the server, with its regions", func() bool { d, err := l.srv.Ready(); return err == nil && d == "" })
 	address := l.srv.ControlAddress()
 	door.target.Store(&address)
 	dst := make([]byte, 1000)
 	eventually(t, "the client at the server, with its keys", func() bool {
-		return c.Connected() && loadOne(t, c, 1, dst) == base.CodeOK
+		return listed(c) && loadOne(t, c, 1, dst) == base.CodeOK
 	})
 	if k := c.current(); k == nil || k.resp.GetControlUnixPath() != l.cfg.UnixPath || k.unix == nil {
 		t.Error("the session does not use the new socket")
