@@ -175,6 +175,7 @@ class SchedulerRole:
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._scheduled: dict[str, int] = {}  # of the last step that was looked through
         self._idle_steps = 0
+        self._asked_again = False  # in this step, by a request whose lookup is under way
         self._new_tokens = 0  # of such a step, beyond one a request
         self._step = 0
         self._timed: dict[int, tuple[float, int]] = {}  # steps whose time is wanted: begin, new tokens
@@ -288,6 +289,7 @@ class SchedulerRole:
             return 0, False
         if not state.lookup.done():
             if self._clock() - state.asked_at < self._timeout_s:
+                self._asked_again = True
                 return None, False
             if state.shared:
                 state.chain = self._new_chain(request)
@@ -393,6 +395,11 @@ class SchedulerRole:
             self._look_through(scheduled, table_of, orders)
         if scheduled:
             self._time_step(orders, self._new_tokens)
+        elif self._asked_again:
+            # The engine has nothing to do but to ask again. Its thread keeps the interpreter lock
+            # until it sleeps at the end of the step; let the lookup's thread send its question now.
+            time.sleep(0)
+        self._asked_again = False
         if self._lookup.keep_due():
             self._lookup.keep([r for r, s in requests.items() if s.leased])
         return orders

@@ -160,6 +160,26 @@ def test_a_request_that_is_preempted_and_resumed_in_one_step_is_looked_at() -> N
     assert len(p.lookup.ended) == ended + 1, "it was looked up again, and runs"
 
 
+def test_a_step_that_only_waits_for_lookups_lets_their_thread_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("maru_vllm.scheduler.time.sleep", slept.append)
+    p = Play(False)
+    p.lookup.ready = False
+    p.add("a", [1] * 2 * CHUNK)
+    r = p.waiting["a"]
+    assert p.role.get_num_new_matched_tokens(r, 0) == (None, False)
+    p.step({}, [])
+    assert slept == [0], "it gives the lock away and does not wait"
+    p.step({}, [])
+    assert p.role.get_num_new_matched_tokens(r, 0) == (None, False)
+    p.requests["b"] = Request("b", [2] * 5)
+    p.step({"b": 1}, [])
+    p.lookup.open[-1].ready = True
+    assert p.role.get_num_new_matched_tokens(r, 0) == (0, False)
+    p.step({}, [])
+    assert slept == [0], "nothing is asked, something is computed, everything is answered"
+
+
 def test_steps_of_decoding_requests_are_not_looked_through() -> None:
     p = Play(False)
     for i in range(8):
