@@ -11,6 +11,7 @@ One engine process each, all alive together, one of them at work at a time:
     mixed    half of each; the total is the same for all three
     null     a connector that does nothing: what vLLM charges for having one
     native   vLLM's own offload to as much host memory
+    NAME     by --variant 'NAME={"maru_device_staging_size": "16M"}': cxl with other settings
 
 First the pairs: batches of new prompts, where nothing can hit, with the connector and
 without it, the order turning; `off` runs twice a round, so that its ratio to itself says
@@ -136,7 +137,7 @@ def print_pairs(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[str]:
     speed = {(r["pair"], r["engine"]): r["tokens"] / r["seconds"] for r in rows}
     want = a.pairs * a.pair_prompts * a.pair_tokens * a.token_bytes
     print(f"\npairs: {a.pair_prompts} new prompts of {a.pair_tokens} tokens and {a.pair_answer} of answer, ratio to `off`")
-    for name in [*(n for n in a.pair_engines if n in a.engines), "off again"]:
+    for name in ["off", *(n for n in a.pair_engines if n in a.engines), "off again"]:
         ratios = [v / speed[i, "off"] for (i, engine), v in sorted(speed.items()) if engine == name and (i, "off") in speed]
         if len(ratios) < 2:
             continue
@@ -145,9 +146,11 @@ def print_pairs(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[str]:
         stored, hit = sum(r["stored"] for r in mine), sum(sum(r["hit"].values()) for r in mine)
         print(
             f"  {name:<10} median {middle:.4f} of {len(ratios)}, quartiles {low:.4f} {high:.4f}, min {min(ratios):.4f}, max {max(ratios):.4f}; "
-            f"median {statistics.median(v for (_, e), v in speed.items() if e == name):.0f} tokens/s, stored {stored / GIB:.3f} of {want * len(ratios) / a.pairs / GIB:.3f} GiB, hit {hit} tokens"
+            f"median {statistics.median(v for (_, e), v in speed.items() if e == name):.0f} tokens/s, "
+            f"{1e3 * statistics.median(max(r['ttft']) for r in mine):.1f} ms to the last first token, "
+            f"{1e3 * statistics.median(r['seconds'] - max(r['ttft']) for r in mine):.1f} from there; stored {stored / GIB:.3f} of {want * len(ratios) / a.pairs / GIB:.3f} GiB, hit {hit} tokens"
         )
-        if name in MARU and (stored < 0.5 * want * len(ratios) / a.pairs or hit):
+        if (name in MARU or name in a.variant) and (stored < 0.5 * want * len(ratios) / a.pairs or hit):
             wrong.append(f"pairs: {name} stored less than half of what it computed, or hit what nobody stored")
     return wrong
 
@@ -173,7 +176,7 @@ def print_table(what: str, rows: list[dict[str, Any]], a: argparse.Namespace) ->
             f"{sum(r['cached'] for r in mine):>7} {mean['lookup_ms']:>7.2f} {mean['load_ms']:>8.2f} {mine[-1]['min_hit_tokens']:>8.0f}"
         )
         want = {"reuse": 0.8 * len(mine) * a.reuse[0] * a.reuse[1], "shared": 0.8 * len(mine) * a.shared[2]}.get(what, 0)
-        if name in MARU and sum(hit.values()) < want:
+        if (name in MARU or name in a.variant) and sum(hit.values()) < want:
             wrong.append(f"{what}: {name} hit {sum(hit.values())} tokens, {want:.0f} were to be expected")
         if failed := sum(r["load_failed_tokens"] for r in mine):
             wrong.append(f"{what}: loads of {failed} tokens failed in {name}")
@@ -186,6 +189,10 @@ def options() -> argparse.Namespace:
 
     def numbers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
+
+    def variant(text: str) -> tuple[str, dict[str, Any]]:
+        name, _, settings = text.partition("=")
+        return name, dict(json.loads(settings))
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--maru", default="maru")
@@ -209,13 +216,18 @@ def options() -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=32)
     p.add_argument("--geometry", type=json.loads, default={}, help="more of the model's configuration")
     p.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM")
+    p.add_argument("--variant", type=variant, action="append", default=[], help="NAME=settings in JSON")
     p.add_argument("--extra", type=json.loads, default={}, help="more of kv_connector_extra_config")
     p.add_argument("--eager", action="store_true")
     p.add_argument("--start-limit", type=float, default=200, help="seconds until all engines have started")
     p.add_argument("--limit", type=float, default=60, help="seconds of one command")
     p.add_argument("--total-limit", type=float, default=400, help="seconds of everything: what is measured by then is printed")
     p.add_argument("--out", type=Path, default=Path(tempfile.mkdtemp()))
-    return p.parse_args()
+    a = p.parse_args()
+    a.variant = dict(a.variant)
+    a.engines += [n for n in a.variant if n not in a.engines]
+    a.pair_engines += [n for n in a.variant if n not in a.pair_engines]
+    return a
 
 
 def start(a: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
@@ -225,18 +237,19 @@ def start(a: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
     engines = []
     for name in a.engines:
         extra: dict[str, Any] = {}
-        if name in MARU:
-            parts = {"cpu": (whole, 0), "cxl": (0, whole), "mixed": (whole // 2, whole // 2)}[name]
+        kind = "cxl" if name in a.variant else name
+        if kind in MARU:
+            parts = {"cpu": (whole, 0), "cxl": (0, whole), "mixed": (whole // 2, whole // 2)}[kind]
             cxl = str(parts[1] + slack) if parts[1] else "0"
             server = stack.enter_context(maru_up(a.maru, cxl, a.out / f"up-{name}.log", "--cpu-size", str(parts[0] + slack)))
             extra = {
-                "maru_server_url": server, "maru_storage_backend": name, "maru_cache_namespace": "llama-8b@dummy",
+                "maru_server_url": server, "maru_storage_backend": kind, "maru_cache_namespace": "llama-8b@dummy",
                 "maru_run_dir": str(work / f"run-{name}"),
             }  # fmt: skip
             extra |= {"maru_cpu_pool_size": parts[0]} if parts[0] else {}
             extra |= {"maru_cxl_pool_size": parts[1]} if parts[1] else {}
-            extra |= {"maru_pool_size": parts[1]} if name == "cxl" else {}
-            extra |= a.extra
+            extra |= {"maru_pool_size": parts[1]} if kind == "cxl" else {}
+            extra |= a.extra | a.variant.get(name, {})
         o = {
             "name": name, "mode": "none" if name == "off" else name, "extra": extra, "layers": a.layers, "eager": a.eager,
             "sizes": [a.pair_tokens, a.reuse[1], a.shared[1] + a.shared[2], a.low[1], a.pressure[1]],
