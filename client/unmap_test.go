@@ -28,16 +28,7 @@ func TestRealUnmapAgain(t *testing.T) {
 	if err := c.Delete(t.Context(), keysOf(1), codes); err != nil || codes[0] != base.CodeOK {
 		t.Fatal(err, codes)
 	}
-	var refuse atomic.Bool
-	var refused atomic.Int32
-	refuse.Store(true)
-	c.unmapMemory = func(m *mapping.Mapping) error {
-		if refuse.Load() {
-			refused.Add(1)
-			return fmt.Errorf("%w: a test's", base.ErrInternal)
-		}
-		return m.Unmap()
-	}
+	refuse, refused := refuseUnmaps(c)
 	c.mu.Lock()
 	c.mu.core.Drain(id)
 	c.mu.Unlock()
@@ -55,6 +46,20 @@ func TestRealUnmapAgain(t *testing.T) {
 	want(t, "load from another region", loadOne(t, c, 2, make([]byte, 1000)), base.CodeOK)
 }
 
+// refuseUnmaps has unmapping fail while refuse is set, as it is, and counts how often it did.
+func refuseUnmaps(c *Client) (refuse *atomic.Bool, refused *atomic.Int32) {
+	refuse, refused = &atomic.Bool{}, &atomic.Int32{}
+	refuse.Store(true)
+	c.unmapMemory = func(m *mapping.Mapping) error {
+		if refuse.Load() {
+			refused.Add(1)
+			return fmt.Errorf("%w: a test's", base.ErrInternal)
+		}
+		return m.Unmap()
+	}
+	return refuse, refused
+}
+
 // What was mapped and cannot be used has its hold until it is unmapped.
 func TestDiscardedMappingKeepsItsHold(t *testing.T) {
 	f := startFake(t)
@@ -63,16 +68,7 @@ func TestDiscardedMappingKeepsItsHold(t *testing.T) {
 	cfg := cxlConfig(f)
 	cfg.AutoExpand, cfg.WriteOrder, cfg.CPUBytes, cfg.Overcommit = Off, []base.Medium{base.MediumCPU}, 2*testPage, On
 	reader := open(t, cfg)
-	var refuse atomic.Bool
-	var refused atomic.Int32
-	refuse.Store(true)
-	reader.unmapMemory = func(m *mapping.Mapping) error {
-		if refuse.Load() {
-			refused.Add(1)
-			return fmt.Errorf("%w: a test's", base.ErrInternal)
-		}
-		return m.Unmap()
-	}
+	refuse, refused := refuseUnmaps(reader)
 	held := func() bool {
 		f.mu.Lock()
 		defer f.mu.Unlock()

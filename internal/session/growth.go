@@ -12,7 +12,6 @@ type Expand struct {
 	Sequence base.Sequence
 	Medium   base.Medium
 	Bytes    uint64
-	server   base.ServerEpoch
 	lost     bool
 }
 
@@ -32,7 +31,7 @@ func (c *Core) BeginExpand(m base.Medium, bytes uint64, server base.ServerEpoch)
 	if err != nil {
 		return Expand{}, err
 	}
-	e := &Expand{Sequence: seq, Medium: m, Bytes: bytes, server: server}
+	e := &Expand{Sequence: seq, Medium: m, Bytes: bytes}
 	c.expands[m] = e
 	return *e, nil
 }

@@ -399,13 +399,18 @@ func (c *clientActor) grow(done func(bool)) {
 		done(false)
 		return
 	}
+	c.growCXL(l, func(err error) { done(err == nil) })
+}
+
+// growCXL gets one more cxl region, and waits before the next after a failure.
+func (c *clientActor) growCXL(l *link, done func(error)) {
 	c.growing = true
 	c.expandCXL(l, func(err error) {
 		c.growing = false
 		if err != nil {
 			c.growNot = c.w.now + time.Second
 		}
-		done(err == nil)
+		done(err)
 	})
 }
 
@@ -415,14 +420,7 @@ func (c *clientActor) finishGrowth(l *link, next func()) {
 		next()
 		return
 	}
-	c.growing = true
-	c.expandCXL(l, func(err error) {
-		c.growing = false
-		if err != nil {
-			c.growNot = c.w.now + time.Second
-		}
-		next()
-	})
+	c.growCXL(l, func(error) { next() })
 }
 
 // prepare gets what is wanted and not there: the proof of the domains, the private
@@ -444,12 +442,7 @@ func (c *clientActor) prepare(l *link, next func()) {
 			next()
 			return
 		}
-		c.growing = true
-		c.expandCXL(l, func(err error) {
-			c.growing = false
-			if err != nil {
-				c.growNot = w.now + time.Second
-			}
+		c.growCXL(l, func(err error) {
 			keep(err)
 			next()
 		})
