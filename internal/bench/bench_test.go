@@ -136,7 +136,7 @@ func TestShare(t *testing.T) {
 		t.Fatal(err)
 	}
 	checkRows(t, r, map[string]int{
-		"load 4x 64 KiB of another process": 2, "first read of a cold region": 3, "reclaim after SIGKILL of a worker with 6 regions": 1,
+		"load 4x 64 KiB of another process": 4, "first read of a cold region": 3, "reclaim after SIGKILL of a worker with 6 regions": 1,
 		"server restart with 4000 objects": 2, "acquire 512 in the directory alone": 1, "one walk over the books of 1000 objects": 1,
 	})
 }

@@ -249,7 +249,7 @@ func (p *proberPart) close() error {
 
 // daemonOptions of a process whose idle use is measured.
 type daemonOptions struct {
-	Kind      string `json:"kind"` // rm, server, client
+	Kind      string `json:"kind"` // rm, server, client, echo
 	Dir       string `json:"dir"`
 	RM        string `json:"rm"`       // server: where the resource manager is
 	Server    string `json:"server"`   // client
@@ -295,6 +295,8 @@ func startDaemonPart(ctx context.Context, raw json.RawMessage) (part, error) {
 		return &daemonPart{s.ControlAddress(), s.Close}, nil
 	case "client":
 		return startIdleClient(ctx, o)
+	case "echo":
+		return startEchoPart(ctx, o.Dir)
 	}
 	return nil, fmt.Errorf("%w: no daemon %q", base.ErrInvalid, o.Kind)
 }

@@ -41,6 +41,9 @@ func runShare(ctx context.Context, o Options) (*Report, error) {
 	return s.run(ctx, o)
 }
 
+// holdCallBytes is about what a Hold of one region has, and its answer.
+const holdCallBytes = 256
+
 // Targets of shared pools.
 const (
 	warmTarget     = 0.95
@@ -55,6 +58,7 @@ const (
 type shared struct {
 	disk, memory string
 	rm, server   *process
+	echoes       *restedEchoes
 	address      string // of the server: its Unix socket, which a restart does not change
 	manager      string
 }
@@ -77,6 +81,9 @@ func startShared(ctx context.Context, poolBytes uint64) (_ *shared, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if sh.echoes, err = startRestedEchoes(ctx, sh.disk); err != nil {
+		return nil, err
+	}
 	sh.manager = at.Address
 	sh.address = "unix:" + sh.disk + "/server.sock"
 	return sh, sh.startServer(ctx)
@@ -92,6 +99,9 @@ func (sh *shared) startServer(ctx context.Context) (err error) {
 
 func (sh *shared) close() error {
 	err := closeAll(sh.rm, sh.server)
+	if sh.echoes != nil {
+		err = errors.Join(err, sh.echoes.close())
+	}
 	for _, dir := range []string{sh.disk, sh.memory} {
 		if dir != "" {
 			err = errors.Join(err, os.RemoveAll(dir))
@@ -140,8 +150,8 @@ const (
 	firstRestart = 3 << 24
 )
 
-// warm loads what another process stored, batch by batch, beside a copy of as many bytes
-// of shared memory.
+// warm loads what another process stored, batch by batch, beside a copy of the same bytes
+// by Go out of the same mapping: how fast memory is depends on where its pages lie.
 func (s shareSizes) warm(ctx context.Context, o Options, r *Report, sh *shared) (err error) {
 	count := s.batch * s.batches
 	w, _, err := sh.writer(ctx, s.valueBytes, count, writerOrder{"store", firstWarm, count})
@@ -149,59 +159,96 @@ func (s shareSizes) warm(ctx context.Context, o Options, r *Report, sh *shared) 
 		return err
 	}
 	defer func() { err = errors.Join(err, w.close()) }()
-	whole := s.valueBytes * s.batch
-	target, err := anonymous(whole, unix.MAP_PRIVATE)
+	target, err := anonymous(s.valueBytes*s.batch, unix.MAP_PRIVATE)
 	if err != nil {
 		return err
 	}
-	arena, err := anonymous(whole*s.batches, unix.MAP_SHARED)
+	defer func() { err = errors.Join(err, unix.Munmap(target)) }()
+	for _, sums := range []client.Switch{client.Off, client.On} {
+		o.Progress("share: %d loads of %s from another process, checksums %v", s.batch, sizeName(s.valueBytes), sums)
+		if err := s.warmWith(ctx, o, r, sh, sums, target); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// warmWith is warm for one setting of the checksums.
+func (s shareSizes) warmWith(ctx context.Context, o Options, r *Report, sh *shared, sums client.Switch, target []byte) (err error) {
+	cfg := pagesConfig(sh.address, "bench-reader", uint64(s.valueBytes), 1, sums) //nolint:gosec // positive
+	cfg.Views = client.On
+	c, err := client.Open(ctx, cfg)
 	if err != nil {
-		return errors.Join(err, unix.Munmap(target))
+		return err
 	}
-	defer func() { err = errors.Join(err, unix.Munmap(arena), unix.Munmap(target)) }()
-	for i := 0; i < len(arena); i += 4096 {
-		arena[i] = 1
+	defer func() { err = errors.Join(err, closeClient(c)) }()
+	var all hot.Keys
+	for i := range s.batch * s.batches {
+		k := keyOf(uint64(firstWarm + i)) //nolint:gosec // positive
+		all = append(all, k[:]...)
 	}
+	views := make([]client.View, all.Len())
+	if err := c.Retrieve(ctx, all, hot.ModePrefix, views); err != nil {
+		return err
+	}
+	var ids []uint64
+	for i := range views {
+		if views[i].ID == 0 {
+			return fmt.Errorf("%w: object %d of another process is a miss", base.ErrInternal, i)
+		}
+		ids = append(ids, views[i].ID)
+	}
+	defer c.ReleaseViews(ids)
 	loads, codes := make([]client.LoadItem, s.batch), make([]base.Code, s.batch)
 	for i := range loads {
 		loads[i].Runs = [][]byte{target[i*s.valueBytes : (i+1)*s.valueBytes]}
 	}
-	for _, sums := range []client.Switch{client.Off, client.On} {
-		o.Progress("share: %d loads of %s from another process, checksums %v", s.batch, sizeName(s.valueBytes), sums)
-		c, err := openPages(ctx, sh.address, "bench-reader", uint64(s.valueBytes), 1, sums) //nolint:gosec // positive
-		if err != nil {
+	frames := framesOf(s.batch, all[:s.batch*base.KeyBytes])
+	request := echoRequest(frames.acquire, frames.acquireAnswer)
+	var watch stopwatch
+	t, turn := transferTimes{}, 0
+	copied := watch.time(func() error {
+		for i := range s.batch {
+			copy(target[i*s.valueBytes:], views[turn%s.batches*s.batch+i].Bytes)
+		}
+		return nil
+	})
+	loaded := watch.time(func() error {
+		for i := range loads {
+			loads[i].Key = all.At(turn%s.batches*s.batch + i)
+		}
+		if err := c.Load(ctx, loads, codes); err != nil {
 			return err
 		}
-		t, turn := transferTimes{}, 0
-		load := func() error {
-			for i := range loads {
-				loads[i].Key = keyOf(uint64(firstWarm + turn%s.batches*s.batch + i)) //nolint:gosec // positive
-			}
-			if err := c.Load(ctx, loads, codes); err != nil {
-				return err
-			}
-			return allOK("load", codes)
-		}
-		var watch stopwatch
-		for turn = range s.rounds * s.batches {
-			copied := watch.time(func() error { copy(target, arena[turn%s.batches*whole:]); return nil })()
-			took := watch.time(load)()
-			if turn >= s.batches { // the first round maps
-				t["load"], t["load memcpy"] = append(t["load"], took), append(t["load memcpy"], copied)
+		return allOK("load", codes)
+	})
+	echoed := watch.time(func() error { return sh.echoes.frame.call(request) })
+	for turn = range s.rounds * s.batches {
+		// Load and echo each come after a copy: both find the other processes at rest.
+		for _, x := range []struct {
+			name string
+			call func() time.Duration
+		}{{"load memcpy", copied}, {"load", loaded}, {"load memcpy", copied}, {"echo", echoed}} {
+			took := x.call()
+			if turn >= s.batches { // the first round touches the mapping's pages
+				t[x.name] = append(t[x.name], took)
 			}
 		}
-		if watch.err == nil && !bytes.Equal(target[:s.valueBytes], target[s.valueBytes:2*s.valueBytes]) {
-			watch.err = fmt.Errorf("%w: two equal values came back differently", base.ErrInternal)
-		}
-		if err := errors.Join(watch.err, closeClient(c)); err != nil {
-			return err
-		}
-		wanted := warmTarget
-		if sums == client.On {
-			wanted = 0
-		}
-		addSpeed(o, r, fmt.Sprintf("load %dx %s of another process, mapping warm, checksums %v", s.batch, sizeName(s.valueBytes), sums), t, "load", float64(whole), wanted)
 	}
+	if watch.err == nil && !bytes.Equal(target[:s.valueBytes], target[s.valueBytes:2*s.valueBytes]) {
+		watch.err = fmt.Errorf("%w: two equal values came back differently", base.ErrInternal)
+	}
+	if watch.err != nil {
+		return watch.err
+	}
+	wanted := warmTarget
+	if sums == client.On {
+		wanted = 0
+	}
+	label := fmt.Sprintf("load %dx %s of another process, mapping warm, checksums %v", s.batch, sizeName(s.valueBytes), sums)
+	addSpeed(o, r, label, t, "load", float64(len(target)), wanted)
+	more := microseconds(median(t["load"])) - microseconds(median(t["load memcpy"]))
+	r.Add(label+", time above memcpy, by one frame echo", more, "us", microseconds(median(t["echo"])))
 	return nil
 }
 
@@ -242,9 +289,11 @@ func (s shareSizes) first(ctx context.Context, o Options, r *Report, sh *shared)
 			return allOK("load", codes)
 		}
 	}
-	var cold, warm, bare []time.Duration
+	var cold, warm, bare, call []time.Duration
+	request := echoRequest(hot.HeaderBytes+holdCallBytes, hot.HeaderBytes+holdCallBytes)
 	for i := range s.cold {
 		bare = append(bare, watch.time(commit.commit)())
+		call = append(call, watch.time(func() error { return sh.echoes.grpc.call(ctx, request) })())
 		cold = append(cold, watch.time(read(i))())
 	}
 	for i := range s.cold {
@@ -256,7 +305,8 @@ func (s shareSizes) first(ctx context.Context, o Options, r *Report, sh *shared)
 	p50 := median(cold)
 	r.Add("first read of a cold region (hold, map), p50", microseconds(p50), "us", microseconds(median(warm))).Want("< 1 ms", p50 < coldTarget)
 	r.Add("first read of a cold region (hold, map), p99", microseconds(quantile(cold, 0.99)), "us", microseconds(quantile(warm, 0.99)))
-	r.Add("first read of a cold region by the writes and syncs of one commit", microseconds(p50), "us", microseconds(median(bare)))
+	needed := median(bare) + median(call)
+	r.Add("first read of a cold region by the writes and syncs of one commit and a gRPC echo", microseconds(p50), "us", microseconds(needed))
 	return nil
 }
 

@@ -48,10 +48,14 @@ func startWriterPart(ctx context.Context, raw json.RawMessage) (part, error) {
 
 // openPages opens a client of opaque values on the cxl pool.
 func openPages(ctx context.Context, server, name string, pageBytes, regionPages uint64, sums client.Switch) (*client.Client, error) {
-	return client.Open(ctx, client.Config{
+	return client.Open(ctx, pagesConfig(server, name, pageBytes, regionPages, sums))
+}
+
+func pagesConfig(server, name string, pageBytes, regionPages uint64, sums client.Switch) client.Config {
+	return client.Config{
 		ServerAddress: server, InstanceID: name, Namespace: keys.OpaqueNamespace(), Opaque: true, PageBytes: pageBytes,
 		RegionBytes: pageBytes * regionPages, CopyThreads: 1, Checksums: sums, Prefault: client.Off, Logger: discard(),
-	})
+	}
 }
 
 // ready is the writer's session.
