@@ -13,6 +13,10 @@ One engine process each, all alive together, one of them at work at a time:
     native   vLLM's own offload to as much host memory
     NAME     by --variant 'NAME={"maru_device_staging_size": "16M"}': cxl with other settings
 
+With --hooks NAME such an engine says what each call of its connector took (a little more
+than without). A variant with chunks longer than a pair's prompts stores nothing, which
+tells the calls from the copies.
+
 First the pairs: batches of new prompts, where nothing can hit, with the connector and
 without it, the order turning; `off` runs twice a round, so that its ratio to itself says
 what noise is. Then the tables (OBS-08), with prompts that are equal for every engine:
@@ -150,9 +154,21 @@ def print_pairs(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[str]:
             f"{1e3 * statistics.median(max(r['ttft']) for r in mine):.1f} ms to the last first token, "
             f"{1e3 * statistics.median(r['seconds'] - max(r['ttft']) for r in mine):.1f} from there; stored {stored / GIB:.3f} of {want * len(ratios) / a.pairs / GIB:.3f} GiB, hit {hit} tokens"
         )
-        if (name in MARU or name in a.variant) and (stored < 0.5 * want * len(ratios) / a.pairs or hit):
+        for call, (n, seconds) in sorted(sum_hooks(mine).items(), key=lambda x: -x[1][1]):
+            print(f"    {call:<31} {n / len(mine):7.1f} calls {1e6 * seconds / max(n, 1):8.1f} us {1e3 * seconds / len(mine):8.2f} ms a batch")
+        if name in MARU and (stored < 0.5 * want * len(ratios) / a.pairs or hit):
             wrong.append(f"pairs: {name} stored less than half of what it computed, or hit what nobody stored")
     return wrong
+
+
+def sum_hooks(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Calls and seconds of each method of the connector."""
+    out: dict[str, tuple[float, float]] = {}
+    for r in rows:
+        for call, (n, seconds) in r["hooks"].items():
+            before = out.get(call, (0.0, 0.0))
+            out[call] = before[0] + n, before[1] + seconds
+    return out
 
 
 def print_table(what: str, rows: list[dict[str, Any]], a: argparse.Namespace) -> list[str]:
@@ -217,6 +233,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--geometry", type=json.loads, default={}, help="more of the model's configuration")
     p.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM")
     p.add_argument("--variant", type=variant, action="append", default=[], help="NAME=settings in JSON")
+    p.add_argument("--hooks", type=names, default=[], help="engines whose connector is timed, call by call")
     p.add_argument("--extra", type=json.loads, default={}, help="more of kv_connector_extra_config")
     p.add_argument("--eager", action="store_true")
     p.add_argument("--start-limit", type=float, default=200, help="seconds until all engines have started")
@@ -251,7 +268,8 @@ def start(a: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
             extra |= {"maru_pool_size": parts[1]} if kind == "cxl" else {}
             extra |= a.extra | a.variant.get(name, {})
         o = {
-            "name": name, "mode": "none" if name == "off" else name, "extra": extra, "layers": a.layers, "eager": a.eager,
+            "name": name, "mode": "none" if name == "off" else name, "extra": extra,
+            "hook_times": str(work / f"hooks-{name}") if name in a.hooks else "", "layers": a.layers, "eager": a.eager,
             "sizes": [a.pair_tokens, a.reuse[1], a.shared[1] + a.shared[2], a.low[1], a.pressure[1]],
             "geometry": a.geometry, "native_gib": a.pool_gib, "cache": str(work / f"cache-{name}"),
             "llm": {"kv_cache_memory_bytes": int(a.kv_gib * GIB), "gpu_memory_utilization": 0.1, **a.llm},

@@ -67,8 +67,9 @@ class Engine:
                 kv_connector="NullConnector", kv_connector_module_path="null_connector", kv_role="kv_both"
             )
         elif o["mode"] != "none":
+            name, module = ("TimedConnector", "timed_connector") if o.get("hook_times") else ("MaruKVConnector", "maru_vllm")
             kw["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="MaruKVConnector", kv_connector_module_path="maru_vllm", kv_role="kv_both",
+                kv_connector=name, kv_connector_module_path=module, kv_role="kv_both",
                 kv_load_failure_policy="recompute", kv_connector_extra_config=o["extra"],
             )  # fmt: skip
         model = tempfile.mkdtemp()

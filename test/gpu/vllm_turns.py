@@ -25,6 +25,7 @@ Spec = tuple[int, str, int, str]
 """A prompt: tokens of its own and their seed, tokens of a shared prefix and its seed."""
 
 CLEAR_SECONDS = 30.0
+HOOKS_REST_SECONDS = 0.2  # until timed_connector.py has written
 
 
 # --- an engine's process ---
@@ -39,6 +40,7 @@ class Counting(Engine):
         self._gauges: dict[str, float] = {}
         self._asked: list[list[int]] = []
         self._run_dir = o["extra"].get("maru_run_dir")
+        self._hook_times = Path(o["hook_times"]) if o.get("hook_times") else None
         core = self._llm.llm_engine.engine_core
         get_output = core.get_output
 
@@ -70,6 +72,7 @@ class Counting(Engine):
         asks = [(prompt(shared, prefix) if shared else []) + prompt(own, seed) for own, seed, shared, prefix in specs]
         params = SamplingParams(temperature=0, max_tokens=answer, detokenize=False, ignore_eos=True)
         self._llm.generate([{"prompt_token_ids": [5] * 4}], self._one, use_tqdm=False)  # the GPU is awake
+        hooks = self._hooks()
         self._counts = {}
         outs: list[Any] = []
         began = time.perf_counter()
@@ -93,7 +96,15 @@ class Counting(Engine):
             "lookup_ms": [round(1e3 * s, 3) for s in samples.get("lookup_seconds", [])],
             "load_ms": [round(1e3 * s, 3) for s in samples.get("load_seconds", [])],
             "min_hit_tokens": self._gauges.get("min_hit_tokens", 0),
+            "hooks": {k: [n - hooks.get(k, (0, 0.0))[0], s - hooks.get(k, (0, 0.0))[1]] for k, (n, s) in self._hooks().items()},
         }
+
+    def _hooks(self) -> dict[str, Any]:
+        """Calls and seconds of the connector's methods until now; nothing without timed_connector.py."""
+        if self._hook_times is None:
+            return {}
+        time.sleep(HOOKS_REST_SECONDS)
+        return dict(json.loads(self._hook_times.read_text()))
 
     def clear(self) -> dict[str, Any]:
         """Deletes all that was asked so far from Maru."""
@@ -153,6 +164,8 @@ class Child:
         self.name, self._log = o["name"], log
         self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue()
         env = {**os.environ, "VLLM_CACHE_ROOT": o["cache"]}  # engines that start together would write the same files
+        if o.get("hook_times"):
+            env["MARU_HOOK_TIMES"] = o["hook_times"]
         self._said = log.open("w")
         self._p = subprocess.Popen(
             ["timeout", "-s", "KILL", str(int(limit)), sys.executable, __file__, json.dumps(o)],
