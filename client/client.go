@@ -100,6 +100,7 @@ type Client struct {
 
 	cpu         *cpu.Pool
 	transfers   transfers
+	lookups     lookups
 	count       counters
 	notProvable sync.Once
 
@@ -141,6 +142,7 @@ func openWith(ctx context.Context, cfg Config, clock func() time.Duration) (*Cli
 	c.resolve()
 	c.log = c.cfg.Logger.With("session", id.String(), "instance", c.cfg.InstanceID)
 	c.closing.idle, c.closing.done = make(chan struct{}), make(chan struct{})
+	c.lookups.init(c)
 	c.manager.client, c.manager.secret = c, newSessionSecret()
 	c.mu.core = session.New(session.Config{Session: id, MaxIdleMappings: cfg.IdleMappings})
 	c.mu.layouts = map[LayoutID]*layout{}

@@ -20,18 +20,19 @@
 //
 // A client owns, from Open to Close: one heartbeat and reconnect loop, one event
 // stream, one background worker (releases, resolves, acknowledgements, mappings that
-// go), CopyThreads copy threads, one pre-touch thread while memory is pre-touched, and
-// one watch of the resource manager when it holds regions. After a Close that nobody
-// heard one goroutine more goes on telling it, until it was heard or the process ends.
+// go), CopyThreads copy threads, one pre-touch thread while memory is pre-touched, up to
+// HotConnections workers while lookups are queued, and one watch of the resource manager
+// when it holds regions. After a Close that nobody heard one goroutine more goes on
+// telling it, until it was heard or the process ends.
 //
 // # Lock order
 //
 // Client.events (events in their order) and Client.growMu (one growth at a time) >
 // Client.mapMu (one Describe and Hold, or one unmapping and Unhold, at a time) >
 // mapped.marks (the page lock of one region: its marks are written and cleared under it)
-// > Client.mu (the core). mapsMu, closing, transfers.mu, manager.mu and hotPool.mu are
-// leaves. Client.mu is never held over I/O and never over a copy. OnRegion is called with
-// none of them.
+// > Client.mu (the core). lookups.mu > transfers.mu and closing. mapsMu, closing,
+// transfers.mu, manager.mu and hotPool.mu are leaves. Client.mu is never held over I/O and
+// never over a copy. OnRegion is called with none of them.
 //
 // # Invariants
 //

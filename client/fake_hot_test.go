@@ -2,6 +2,7 @@ package client
 
 import (
 	"crypto/rand"
+	"encoding/binary"
 	"fmt"
 	"net"
 	"time"
@@ -96,12 +97,18 @@ func (f *fake) answer(s *fakeSession, h hot.Header, payload []byte) ([]byte, err
 		if err := hot.DecodeProbe(payload, &m); err != nil {
 			return nil, err
 		}
+		f.mu.asked = append(f.mu.asked, fmt.Sprintf("probe %d", m.RequestID))
 		var a hot.ProbeAnswer
 		leading := true
 		for i := range m.Keys.Len() {
 			v := hot.Miss
-			if o := f.mu.objects[m.Keys.At(i)]; o != nil && f.visible(s, o) {
+			if o := f.mu.objects[m.Keys.At(i)]; o != nil && (len(m.Targets) > 0 || f.visible(s, o)) {
 				v = hot.MakeHit(base.MediumCXL)
+			}
+			for t := 0; t < len(m.Targets); t += base.IDBytes {
+				if f.mu.hides[base.SessionID(m.Targets[t:t+base.IDBytes])][m.Keys.At(i)] {
+					v = hot.Miss
+				}
 			}
 			leading = leading && v.Status() == hot.Hit
 			if leading {
@@ -192,6 +199,9 @@ func (f *fake) answer(s *fakeSession, h hot.Header, payload []byte) ([]byte, err
 		var m hot.RequestsRequest
 		if err := hot.DecodeRequests(payload, &m); err != nil {
 			return nil, err
+		}
+		for i := 0; i < len(m.IDs); i += 8 {
+			f.mu.asked = append(f.mu.asked, fmt.Sprintf("%d %d", m.Action, binary.LittleEndian.Uint64(m.IDs[i:])))
 		}
 		return hot.AppendRequestsAnswer(nil, h.RequestID, &hot.RequestsAnswer{Known: uint32(m.Count())}), nil
 	case hot.OpRelist:

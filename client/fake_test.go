@@ -99,6 +99,9 @@ type fake struct {
 		relistReply hot.RelistResult
 		heartbeats  int
 		muteBeats   bool
+		workers     []*maruv1.EngineWorker
+		hides       map[base.SessionID]map[base.Key]bool // what a worker cannot read
+		asked       []string                             // probes and actions on request leases
 	}
 }
 
@@ -302,7 +305,7 @@ func (f *fake) Heartbeat(ctx context.Context, r *maruv1.HeartbeatRequest) (*maru
 		return nil, fmt.Errorf("%w: muted", base.ErrUnavailable)
 	}
 	f.mu.heartbeats++
-	resp := &maruv1.HeartbeatResponse{Epoch: s.epoch, ServerEpoch: f.mu.serverEpoch, TtlMs: uint32(f.ttl.Load()), Events: &maruv1.EventBatch{}}
+	resp := &maruv1.HeartbeatResponse{Epoch: s.epoch, ServerEpoch: f.mu.serverEpoch, TtlMs: uint32(f.ttl.Load()), Events: &maruv1.EventBatch{}, Workers: f.mu.workers}
 	if !f.oldServer.Load() {
 		resp.NewestRegionId = f.mu.lastRegion
 	}

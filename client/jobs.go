@@ -49,6 +49,7 @@ type job struct {
 	after  after
 	copied bool // nothing reads the memory of stores any more
 	done   bool
+	lookup bool // not a transfer
 }
 
 var jobs = sync.Pool{New: func() any { return new(job) }}
@@ -350,7 +351,9 @@ func (c *Client) JobResult(id JobID, codes []base.Code) (done bool, err error) {
 			break
 		}
 	}
-	t.out.Add(-1)
+	if !j.lookup {
+		t.out.Add(-1)
+	}
 	j.put()
 	return true, nil
 }

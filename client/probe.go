@@ -27,10 +27,18 @@ func (c *Client) Probe(ctx context.Context, q ProbeQuery, verdicts []byte) (lead
 	case len(q.Targets) > hot.MaxShards:
 		return 0, fmt.Errorf("%w: %d targets; at most %d", base.ErrInvalid, len(q.Targets), hot.MaxShards)
 	}
+	leading, _ = c.probe(ctx, q, verdicts[:n])
+	return leading, nil
+}
+
+// probe is Probe behind its checks. With an error, verdicts are misses from the first call
+// on that had no answer, or was refused.
+func (c *Client) probe(ctx context.Context, q ProbeQuery, verdicts []byte) (leading int, err error) {
+	n := len(verdicts)
 	l := c.current()
 	if l == nil {
-		c.missAll(q.Mode, verdicts[:n], &c.count.missesAway)
-		return 0, nil
+		c.missAll(q.Mode, verdicts, &c.count.missesAway)
+		return 0, fmt.Errorf("%w: no session is open at %s", base.ErrUnavailable, c.cfg.ServerAddress)
 	}
 	var packed []byte
 	for i := range q.Targets {
@@ -47,7 +55,7 @@ func (c *Client) Probe(ctx context.Context, q ProbeQuery, verdicts []byte) (lead
 				c.limited.warn(c.log, "a probe was refused; its keys are misses", "error", err)
 			}
 			c.missAll(q.Mode, verdicts[first:n], &c.count.missesAway)
-			return leading, nil
+			return leading, err
 		}
 		if leading == first {
 			leading += got
@@ -119,6 +127,10 @@ func (c *Client) requests(ctx context.Context, action hot.RequestsAction, ids []
 		return err
 	}
 	defer c.leave()
+	return c.callRequests(ctx, action, ids)
+}
+
+func (c *Client) callRequests(ctx context.Context, action hot.RequestsAction, ids []uint64) error {
 	for first := 0; first < len(ids); first += hot.MaxKeys {
 		l := c.current()
 		if l == nil {

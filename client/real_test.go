@@ -220,6 +220,10 @@ func TestRealScheduler(t *testing.T) {
 	if n != 1 || err != nil {
 		t.Fatal(n, err, verdicts)
 	}
+	got := lookUp(t, s, Lookup{Keys: keysOf(1, 2, 1), Workers: 1, Replicas: 1, RequestID: 6})
+	if got[0] != base.Code(verdicts[0]) || hot.Verdict(got[1]).Status() != hot.Miss || hot.Verdict(got[2]).Status() != hot.NotTried {
+		t.Fatal(got)
+	}
 	if err := s.RefreshRequests(t.Context(), []uint64{5}); err != nil {
 		t.Fatal(err)
 	}

@@ -93,6 +93,7 @@ extern "C" {
 #define MARU_VERDICT_PENDING 1
 #define MARU_VERDICT_HIT 2
 #define MARU_VERDICT_NOT_TRIED 3
+#define MARU_LOOKUP_AWAY (-1)   /* of maru_submit_lookup: no answer */
 #define MARU_MEDIUM_CPU 1
 #define MARU_MEDIUM_CXL 2
 #define MARU_MEDIUM_SSD 3
@@ -220,6 +221,25 @@ int32_t maru_requests(maru_handle client, uint32_t action, uint64_t n,
 /* The live workers of this client's engine, for maru_probe; count is set. */
 int32_t maru_targets(maru_handle client, uint32_t cap, uint8_t *sessions,
                      uint32_t *count, int64_t timeout_ms);
+/* A lookup of a scheduler that does not wait. Which leading keys, of fewer than 65536,
+ * could every worker of this client's engine read: it has that many workers, and shard s
+ * is read by the ranks from s * replicas on, replicas of them. request_id as in
+ * maru_probe. The job is handed out by maru_completed, and maru_job_result gives n + 1
+ * codes: a verdict a key as of MARU_MODE_PREFIX, or MARU_LOOKUP_AWAY for each when the
+ * server does not answer or not all workers have a session there; last, the microseconds
+ * until the answer was there. timeout_ms is of the call to the server (0: rpc_timeout_ms);
+ * for a second after one without an answer nobody asks. The keys are copied. queue_jobs
+ * does not count the job, which stays until its result is taken, and maru_close does not
+ * wait for it. */
+int32_t maru_submit_lookup(maru_handle client, uint64_t n, const uint8_t *keys,
+                           uint32_t workers, uint32_t replicas, uint64_t request_id,
+                           int64_t timeout_ms, maru_handle *job);
+/* maru_requests without waiting: an end comes behind the lookups of its request that
+ * were submitted before, and a later lookup of it behind that end. Its outcome is not
+ * told: leases end by themselves, too. While the server does not answer, ends wait for
+ * its next answer and refreshes are left out. */
+int32_t maru_submit_requests(maru_handle client, uint32_t action, uint64_t n,
+                             const uint64_t *ids);
 /* codes: OK, NOT_FOUND, PINNED, UNKNOWN (hidden, not acknowledged in time). */
 int32_t maru_delete(maru_handle client, uint64_t n, const uint8_t *keys, int32_t *codes,
                     int64_t timeout_ms);
@@ -312,7 +332,8 @@ int32_t maru_completed(maru_handle client, uint32_t cap, maru_handle *jobs,
 /* OK when the memory of a job's items is the caller's again: a store has read it, though
  * its outcome may not be known yet. PENDING before. */
 int32_t maru_job_copied(maru_handle client, maru_handle job);
-/* PENDING while the job runs. Else one code an item, and the job is forgotten.
+/* PENDING while the job runs. Else one code an item (of a lookup one more), and the job
+ * is forgotten.
  * LIMIT when cap is below the items; then the job stays. */
 int32_t maru_job_result(maru_handle client, maru_handle job, uint32_t cap,
                         int32_t *codes);

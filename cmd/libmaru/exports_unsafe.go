@@ -210,6 +210,37 @@ func maruGoRequests(client C.maru_handle, action C.uint32_t, n C.uint64_t, ids *
 	return status(library.Requests(uint64(client), uint32(action), i, int64(timeoutMS)))
 }
 
+//export maruGoSubmitLookup
+func maruGoSubmitLookup(client C.maru_handle, n C.uint64_t, keys *C.uint8_t, workers, replicas C.uint32_t,
+	requestID C.uint64_t, timeoutMS C.int64_t, job *C.maru_handle,
+) (rc C.int32_t) {
+	defer contain(&rc)
+	var a args
+	a.need("job", job == nil)
+	count := a.count(uint64(n))
+	if a.err != nil {
+		return status(a.err)
+	}
+	k := array[byte](&a, "keys", keys, count*base.KeyBytes)
+	if a.err != nil {
+		return status(a.err)
+	}
+	id, err := library.SubmitLookup(uint64(client), k, uint32(workers), uint32(replicas), uint64(requestID), int64(timeoutMS))
+	*job = C.maru_handle(id)
+	return status(err)
+}
+
+//export maruGoSubmitRequests
+func maruGoSubmitRequests(client C.maru_handle, action C.uint32_t, n C.uint64_t, ids *C.uint64_t) (rc C.int32_t) {
+	defer contain(&rc)
+	var a args
+	i := array[uint64](&a, "ids", ids, a.count(uint64(n)))
+	if a.err != nil {
+		return status(a.err)
+	}
+	return status(library.SubmitRequests(uint64(client), uint32(action), i))
+}
+
 //export maruGoTargets
 func maruGoTargets(client C.maru_handle, limit C.uint32_t, sessions *C.uint8_t, count *C.uint32_t, timeoutMS C.int64_t) (rc C.int32_t) {
 	defer contain(&rc)

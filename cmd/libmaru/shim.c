@@ -131,6 +131,17 @@ int32_t maru_requests(maru_handle client, uint32_t action, uint64_t n, const uin
   return maruGoRequests(client, action, n, (uint64_t *)ids, timeout_ms);
 }
 
+int32_t maru_submit_lookup(maru_handle client, uint64_t n, const uint8_t *keys, uint32_t workers, uint32_t replicas,
+                           uint64_t request_id, int64_t timeout_ms, maru_handle *job) {
+  ENTER;
+  return maruGoSubmitLookup(client, n, (uint8_t *)keys, workers, replicas, request_id, timeout_ms, job);
+}
+
+int32_t maru_submit_requests(maru_handle client, uint32_t action, uint64_t n, const uint64_t *ids) {
+  ENTER;
+  return maruGoSubmitRequests(client, action, n, (uint64_t *)ids);
+}
+
 int32_t maru_targets(maru_handle client, uint32_t cap, uint8_t *sessions, uint32_t *count,
                      int64_t timeout_ms) {
   ENTER;

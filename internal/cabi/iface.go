@@ -24,6 +24,8 @@ type Client interface {
 	Probe(ctx context.Context, q client.ProbeQuery, verdicts []byte) (int, error)
 	RefreshRequests(ctx context.Context, ids []uint64) error
 	EndRequests(ctx context.Context, ids []uint64) error
+	SubmitLookup(q client.Lookup) (client.JobID, error)
+	SubmitRequests(action hot.RequestsAction, ids []uint64) error
 	Delete(ctx context.Context, keys hot.Keys, codes []base.Code) error
 
 	Alloc(ctx context.Context, n int, dst []client.Page) (int, error)

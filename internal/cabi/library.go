@@ -187,14 +187,21 @@ func (l *Library) call(h uint64, what string, f func(e *entry) error) (err error
 
 // within makes the context of a call. 0 leaves the bound to the client.
 func within(timeoutMS int64) (context.Context, context.CancelFunc, error) {
+	if err := checkTimeout(timeoutMS); err != nil {
+		return nil, nil, err
+	}
 	if timeoutMS == 0 {
 		return context.Background(), func() {}, nil
 	}
-	if timeoutMS < 0 || timeoutMS > math.MaxInt64/int64(time.Millisecond) {
-		return nil, nil, fmt.Errorf("%w: timeout_ms is %d, allowed: 0 (the client's) to %d", base.ErrInvalid, timeoutMS, math.MaxInt64/int64(time.Millisecond))
-	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(timeoutMS)*time.Millisecond)
 	return ctx, cancel, nil
+}
+
+func checkTimeout(timeoutMS int64) error {
+	if timeoutMS < 0 || timeoutMS > math.MaxInt64/int64(time.Millisecond) {
+		return fmt.Errorf("%w: timeout_ms is %d, allowed: 0 (the client's) to %d", base.ErrInvalid, timeoutMS, math.MaxInt64/int64(time.Millisecond))
+	}
+	return nil
 }
 
 // Close ends a client. The handle is gone whatever it returns.

@@ -2,6 +2,7 @@ package cabi
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/xcena-dev/maru/client"
 	"github.com/xcena-dev/maru/internal/base"
@@ -77,13 +78,69 @@ func (l *Library) Requests(h uint64, action uint32, ids []uint64, timeoutMS int6
 			return err
 		}
 		defer cancel()
-		switch action {
-		case RequestsRefresh:
-			return e.client.RefreshRequests(ctx, ids)
-		case RequestsEnd:
+		a, err := checkAction(action)
+		if err != nil {
+			return err
+		}
+		if a == hot.RequestsEnd {
 			return e.client.EndRequests(ctx, ids)
 		}
-		return fmt.Errorf("%w: action is %d, allowed: 1 (refresh), 2 (end)", base.ErrInvalid, action)
+		return e.client.RefreshRequests(ctx, ids)
+	})
+}
+
+func checkAction(action uint32) (hot.RequestsAction, error) {
+	switch action {
+	case RequestsRefresh:
+		return hot.RequestsRefresh, nil
+	case RequestsEnd:
+		return hot.RequestsEnd, nil
+	}
+	return 0, fmt.Errorf("%w: action is %d, allowed: 1 (refresh), 2 (end)", base.ErrInvalid, action)
+}
+
+// SubmitLookup queues a scheduler's lookup, whose job has a code a key and one more.
+func (l *Library) SubmitLookup(h uint64, keys []byte, workers, replicas uint32, requestID uint64, timeoutMS int64) (job uint64, err error) {
+	err = l.call(h, "submit lookup", func(e *entry) error {
+		k, err := checkKeys(keys)
+		if err != nil {
+			return err
+		}
+		if k.Len() == MaxBatchCount {
+			return fmt.Errorf("%w: a lookup has at most %d keys, its result one code more", base.ErrLimit, MaxBatchCount-1)
+		}
+		if workers > maxWorkers || replicas > maxWorkers {
+			return fmt.Errorf("%w: %d workers, %d replicas; at most %d are allowed", base.ErrInvalid, workers, replicas, maxWorkers)
+		}
+		if err := checkTimeout(timeoutMS); err != nil {
+			return err
+		}
+		id, err := e.client.SubmitLookup(client.Lookup{
+			Keys: k, Workers: int(workers), Replicas: int(replicas), RequestID: requestID, Timeout: time.Duration(timeoutMS) * time.Millisecond,
+		})
+		if err != nil {
+			return err
+		}
+		job, err = makeHandle(KindJob, uint64(id))
+		return err
+	})
+	return job, err
+}
+
+// maxWorkers bounds what can be the size of an engine.
+const maxWorkers = 1 << 20
+
+// SubmitRequests is Requests without waiting for it.
+func (l *Library) SubmitRequests(h uint64, action uint32, ids []uint64) error {
+	return l.call(h, "submit requests", func(e *entry) error {
+		if err := checkCount(len(ids)); err != nil {
+			return err
+		}
+		a, err := checkAction(action)
+		if err != nil {
+			return err
+		}
+		return e.client.SubmitRequests(a, ids)
 	})
 }
 

@@ -3,6 +3,8 @@ package cabi_test
 import (
 	"bytes"
 	"errors"
+	"math"
+	"slices"
 	"testing"
 	"unsafe"
 
@@ -11,6 +13,7 @@ import (
 	"github.com/xcena-dev/maru/internal/base"
 	"github.com/xcena-dev/maru/internal/cabi"
 	"github.com/xcena-dev/maru/internal/cabi/cabitest"
+	"github.com/xcena-dev/maru/internal/hot"
 )
 
 // memory is what a caller of the C ABI has: not of the Go heap.
@@ -89,6 +92,60 @@ func TestTransfers(t *testing.T) {
 	}
 	if err := l.JobResult(h, other, codes); err != nil || codes[0] != base.CodeAlreadyStored {
 		t.Errorf("%v %v", codes, err)
+	}
+}
+
+func TestLookupJobs(t *testing.T) {
+	l := newLibrary(t)
+	h := open(t, l, nil)
+	ks := append(key(t, "here"), key(t, "not here")...)
+	page, codes := make([]cabi.Page, 1), make([]base.Code, 3)
+	if _, err := l.Alloc(h, page, 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Commit(h, ks[:base.KeyBytes], nil, []uint32{page[0].Region}, []uint32{page[0].Index}, []uint64{5}, codes[:1], 0); err != nil {
+		t.Fatal(err)
+	}
+	job, err := l.SubmitLookup(h, ks, 1, 1, 7, 100)
+	if err != nil || job>>56 != uint64(cabi.KindJob) {
+		t.Fatalf("%#x %v", job, err)
+	}
+	if n, err := l.Completed(h, make([]uint64, 4)); n != 1 || err != nil {
+		t.Fatal(n, err)
+	}
+	if err := l.JobResult(h, job, codes[:2]); !errors.Is(err, base.ErrLimit) {
+		t.Errorf("two codes of three: %v", err)
+	}
+	want := []base.Code{base.Code(hot.MakeHit(base.MediumCXL)), base.Code(hot.Miss), 1}
+	if err := l.JobResult(h, job, codes); err != nil || !slices.Equal(codes, want) {
+		t.Errorf("%v %v, want %v", codes, err, want)
+	}
+	for _, action := range []uint32{cabi.RequestsRefresh, cabi.RequestsEnd} {
+		if err := l.SubmitRequests(h, action, []uint64{7}); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := l.SubmitRequests(h, 3, []uint64{7}); !errors.Is(err, base.ErrInvalid) {
+		t.Errorf("action 3: %v", err)
+	}
+	for name, submit := range map[string]func() (uint64, error){
+		"half a key":         func() (uint64, error) { return l.SubmitLookup(h, ks[:40], 1, 1, 0, 0) },
+		"no workers":         func() (uint64, error) { return l.SubmitLookup(h, ks, 0, 1, 0, 0) },
+		"workers":            func() (uint64, error) { return l.SubmitLookup(h, ks, math.MaxUint32, 1, 0, 0) },
+		"replicas":           func() (uint64, error) { return l.SubmitLookup(h, ks, 1, math.MaxUint32, 0, 0) },
+		"a negative timeout": func() (uint64, error) { return l.SubmitLookup(h, ks, 1, 1, 0, -1) },
+		"a key too many": func() (uint64, error) {
+			job, err := l.SubmitLookup(h, make([]byte, base.KeyBytes*cabi.MaxBatchCount), 1, 1, 0, 0)
+			if errors.Is(err, base.ErrLimit) {
+				err = base.ErrInvalid
+			}
+			return job, err
+		},
+		"no client":          func() (uint64, error) { return l.SubmitLookup(job, ks, 1, 1, 0, 0) },
+	} {
+		if job, err := submit(); !errors.Is(err, base.ErrInvalid) || job != 0 {
+			t.Errorf("%s: %#x %v", name, job, err)
+		}
 	}
 }
 

@@ -131,6 +131,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "maru_requests": (c_int32, (c_uint64, c_uint32, c_uint64, c_void_p, c_int64)),
     "maru_targets": (c_int32, (c_uint64, c_uint32, c_void_p, _U32P, c_int64)),
+    "maru_submit_lookup": (
+        c_int32,
+        (c_uint64, c_uint64, c_void_p, c_uint32, c_uint32, c_uint64, c_int64, _U64P),
+    ),
+    "maru_submit_requests": (c_int32, (c_uint64, c_uint32, c_uint64, c_void_p)),
     "maru_delete": (c_int32, (c_uint64, c_uint64, c_void_p, c_void_p, c_int64)),
     "maru_alloc": (c_int32, (c_uint64, c_uint32, c_void_p, _U32P, c_int64)),
     "maru_free": (c_int32, (c_uint64, c_uint64, c_void_p, c_void_p, c_void_p)),
@@ -243,7 +248,11 @@ def load() -> ctypes.CDLL:
                     f"maru: {path} has ABI version {version}, this package needs {ABI_VERSION}; install them together",
                 )
             for name, (result, arguments) in _FUNCTIONS.items():
-                function = getattr(lib, name)
+                function = getattr(lib, name, None)
+                if function is None:
+                    raise MaruError(
+                        Code.MISMATCH, f"maru: {path} is older than this package, it has no {name}; install them together"
+                    )
                 function.restype, function.argtypes = result, arguments
             os.register_at_fork(after_in_child=_after_fork)
             _library = lib

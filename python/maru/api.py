@@ -21,7 +21,7 @@ import json
 import logging
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int32, c_size_t, c_uint32, c_uint64
 from queue import SimpleQueue
 from types import TracebackType
@@ -35,6 +35,7 @@ from .errors import Code, InvalidError, NotFoundError, error_of
 from .keys import KEY_BYTES, OPAQUE_NAMESPACE, Chain, Namespace
 
 __all__ = [
+    "LOOKUP_AWAY",
     "Blocks",
     "Chain",
     "Client",
@@ -49,6 +50,10 @@ __all__ = [
 ]
 
 logger = logging.getLogger("maru")
+
+
+# A code of a lookup that had no answer (Client.submit_lookup).
+LOOKUP_AWAY = -1
 
 
 class Mode(enum.IntEnum):
@@ -155,7 +160,7 @@ class Client:
         self._lib = lib
         self._handle: int = handle.value
         self._jobs_lock = threading.Lock()
-        self._jobs: dict[int, tuple[int, Memory]] = {}
+        self._jobs: dict[int, tuple[int, Memory | None]] = {}  # codes, and what must live until then
         self._released: SimpleQueue[int] = SimpleQueue()
         self._logs = threading.Thread(target=_forward_logs, args=(lib, self._handle), name="maru-log", daemon=True)
         self._releaser = threading.Thread(
@@ -276,18 +281,42 @@ class Client:
         )
         return leading.value, verdicts
 
-    def refresh_requests(self, ids: Sequence[int], timeout: float | None = None) -> None:
-        """Keeps the request leases of engine requests."""
-        self._requests(1, ids, timeout)
+    def submit_lookup(
+        self, keys: Buffer, workers: int, replicas: int = 1, request_id: int = 0, timeout: float | None = None
+    ) -> int:
+        """Queues a scheduler's lookup and returns its job: which leading keys could each of
+        the ``workers`` of this client's engine read, of which ``replicas`` neighbours share
+        a shard. :meth:`completed` hands the job out.
 
-    def end_requests(self, ids: Sequence[int], timeout: float | None = None) -> None:
-        """Ends the request leases of engine requests."""
-        self._requests(2, ids, timeout)
+        Its codes (:meth:`job_result`) are a verdict a key as of ``Mode.PREFIX``, or
+        ``LOOKUP_AWAY`` for each when there was no answer; and behind them the microseconds
+        until it was there.
+        """
+        n = count_of(keys, KEY_BYTES, "keys")
+        call = self._lib.maru_submit_lookup
+        packed = _lib.address(keys)
+        return self._queue(
+            n, n + 1, None, lambda job: call(self._handle, n, packed, workers, replicas, request_id, _ms(timeout), job)
+        )
 
-    def _requests(self, action: int, ids: Sequence[int], timeout: float | None) -> None:
+    def refresh_requests(self, ids: Sequence[int], timeout: float | None = None, *, wait: bool = True) -> None:
+        """Keeps the request leases of engine requests; without ``wait`` nobody hears how it went."""
+        self._requests(1, ids, timeout, wait)
+
+    def end_requests(self, ids: Sequence[int], timeout: float | None = None, *, wait: bool = True) -> None:
+        """Ends the request leases of engine requests; without ``wait`` behind the lookups of
+        theirs that were submitted, and nobody hears how it went."""
+        self._requests(2, ids, timeout, wait)
+
+    def _requests(self, action: int, ids: Sequence[int], timeout: float | None, wait: bool) -> None:
         packed = array("Q", ids)
-        if packed:
-            self._check(self._lib.maru_requests(self._handle, action, len(packed), _lib.address(packed), _ms(timeout)))
+        if not packed:
+            return
+        arguments = self._handle, action, len(packed), _lib.address(packed)
+        if wait:
+            self._check(self._lib.maru_requests(*arguments, _ms(timeout)))
+        else:
+            self._check(self._lib.maru_submit_requests(*arguments))
 
     def targets(self, timeout: float | None = None) -> bytes:
         """Returns the packed sessions of the live workers of this client's engine."""
@@ -467,13 +496,17 @@ class Client:
         return self._submit(self._lib.maru_submit_load, n, batch, target, keep)
 
     def _submit(self, function: Any, n: int, batch: Any, memory: Memory, keep: object) -> int:
+        job = self._queue(n, n, memory, lambda job: function(self._handle, batch, job))
+        del keep
+        return job
+
+    def _queue(self, n: int, codes: int, memory: Memory | None, submit: Callable[[c_uint64], int]) -> int:
         if n == 0:
             raise InvalidError(Code.INVALID, "maru: a job needs at least one item")
         job = c_uint64()
         with self._jobs_lock:
-            self._check(function(self._handle, batch, job))
-            self._jobs[job.value] = (n, memory)
-        del keep
+            self._check(submit(job))
+            self._jobs[job.value] = (codes, memory)
         return job.value
 
     @property

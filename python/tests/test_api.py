@@ -15,7 +15,7 @@ import pytest
 
 from conftest import System
 from maru import api, keys
-from maru.api import Blocks, Client, ClientConfig, Code, Layer, Mode, Namespace, Runs
+from maru.api import LOOKUP_AWAY, Blocks, Client, ClientConfig, Code, Layer, Mode, Namespace, Runs, Verdict
 from maru.errors import BusyError, ClosedError, InvalidError, MaruError, NotFoundError, UnavailableError
 from test_handler import eventually
 
@@ -193,6 +193,24 @@ def test_two_roles_in_one_process(system: System, key: Callable[[object], str]) 
         assert leading == 3
         scheduler.refresh_requests([77])
         scheduler.end_requests([77])
+        # The same without waiting: the end comes behind the lookup, whose answer is handed out like a transfer.
+        jobs = [scheduler.submit_lookup(c.keys() + bytes(31) + b"\x01", workers, request_id=78) for workers in (1, 2)]
+        scheduler.refresh_requests([78], wait=False)
+        scheduler.end_requests([78], wait=False)
+        finished: list[int] = []
+        while len(finished) < 2:
+            assert select.select([scheduler.event_fd], [], [], 10)[0], "no answer"
+            finished += scheduler.completed()
+        assert set(finished) == set(jobs)
+        found, away = (scheduler.job_result(job) for job in jobs)
+        assert found is not None and away is not None
+        assert [v & 3 for v in found[:4]] == [Verdict.HIT] * 3 + [Verdict.MISS] and len(found) == 5
+        assert away[:4].tolist() == [LOOKUP_AWAY] * 4, "one of two workers has no session"
+        assert all(0 <= codes[4] < 10_000_000 for codes in (found, away)), "microseconds"
+        with pytest.raises(InvalidError):
+            scheduler.submit_lookup(b"", 1)
+        with pytest.raises(InvalidError):
+            scheduler.submit_lookup(c.keys(), 3, 2)
         # A scheduler holds no memory: there is no page for a store.
         other = chain(ns, 1, b"another")
         assert scheduler.store(other.keys(), Runs.of([payload(0)])).tolist()[0] in (Code.INVALID, Code.FULL)

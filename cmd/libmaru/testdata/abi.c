@@ -28,7 +28,7 @@ static int failures;
   X(maru_abi_version) X(maru_version_string) X(maru_last_error) X(maru_opaque_keys)             \
   X(maru_namespace) X(maru_root) X(maru_chain_keys) X(maru_open) X(maru_close)                  \
   X(maru_client_info) X(maru_stats) X(maru_usage) X(maru_ping) X(maru_wait_log) X(maru_probe)   \
-  X(maru_requests) X(maru_targets) X(maru_delete) X(maru_alloc) X(maru_free) X(maru_commit)     \
+  X(maru_requests) X(maru_submit_lookup) X(maru_submit_requests) X(maru_targets) X(maru_delete) X(maru_alloc) X(maru_free) X(maru_commit)     \
   X(maru_retrieve) X(maru_release_views) X(maru_pin) X(maru_unpin) X(maru_region_view)          \
   X(maru_release_region_view) X(maru_region_page_count) X(maru_region_page_bytes)               \
   X(maru_region_free_count) X(maru_owned_regions) X(maru_next_region) X(maru_register_layout)   \
@@ -108,6 +108,36 @@ static void round_trip(const char *server) {
   CHECK(p_maru_free(h, 1, &page[0].region, &page[0].index, codes) == MARU_OK && codes[0] == MARU_ERR_INVALID);
   CHECK(p_maru_probe(h, 2, keys, MARU_MODE_EACH, 0, NULL, 0, verdicts, &leading, 0) == MARU_OK);
   CHECK(leading == 1 && (verdicts[0] & 3) == MARU_VERDICT_HIT && (verdicts[1] & 3) == MARU_VERDICT_MISS);
+  {
+    maru_handle job = 0, done = 0;
+    int32_t found[3] = {0, 0, 0};
+    uint8_t sessions[4 * MARU_SESSION_BYTES];
+    uint64_t request = 7;
+    int tries;
+    CHECK(p_maru_submit_lookup(h, 2, keys, 1, 1, request, 1000, &job) == MARU_OK && job >> 56 == 3);
+    for (tries = 0, count = 0; tries < 5000 && count == 0; tries++) {
+      CHECK(p_maru_completed(h, 1, &done, &count) == MARU_OK);
+      if (count == 0) usleep(1000);
+    }
+    CHECK(count == 1 && done == job && p_maru_job_result(h, job, 3, found) == MARU_OK);
+    CHECK(found[2] >= 0);
+    if (p_maru_targets(h, 4, sessions, &count, 0) == MARU_OK)
+      CHECK((found[0] & 3) == MARU_VERDICT_HIT && (found[1] & 3) == MARU_VERDICT_MISS);
+    else /* this client is of no engine with workers */
+      CHECK(found[0] == MARU_LOOKUP_AWAY && found[1] == MARU_LOOKUP_AWAY);
+    CHECK(p_maru_submit_requests(h, MARU_REQUESTS_REFRESH, 1, &request) == MARU_OK);
+    CHECK(p_maru_submit_requests(h, MARU_REQUESTS_END, 1, &request) == MARU_OK);
+    CHECK(p_maru_submit_requests(h, 3, 1, &request) == MARU_ERR_INVALID);
+    CHECK(p_maru_submit_lookup(h, 2, keys, 1, 1, 0, 0, NULL) == MARU_ERR_INVALID);
+    CHECK(p_maru_submit_lookup(h, 2, NULL, 1, 1, 0, 0, &job) == MARU_ERR_INVALID);
+    CHECK(p_maru_submit_lookup(h, 2, keys, 5, 1, 0, 0, &job) == MARU_OK); /* of five workers none has a session */
+    for (tries = 0, count = 0; tries < 5000 && count == 0; tries++) {
+      CHECK(p_maru_completed(h, 1, &done, &count) == MARU_OK);
+      if (count == 0) usleep(1000);
+    }
+    CHECK(count == 1 && p_maru_job_result(h, done, 3, found) == MARU_OK);
+    CHECK(found[0] == MARU_LOOKUP_AWAY && found[1] == MARU_LOOKUP_AWAY && found[2] >= 0);
+  }
   CHECK(p_maru_retrieve(h, 2, keys, MARU_MODE_EACH, view, 0) == MARU_OK);
   CHECK(view[0].id != 0 && view[0].bytes == 5 && memcmp(view[0].data, "hello", 5) == 0 && view[1].id == 0);
   CHECK(p_maru_release_views(h, 1, &view[0].id) == MARU_OK);
