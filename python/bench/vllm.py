@@ -62,8 +62,9 @@ class _Lookup:
     def new_chain(self, salt: bytes, chunk_tokens: int) -> PrefixChain:
         return PrefixChain(self.root, chunk_tokens, self.hasher)
 
-    def probe(self, request_id: str, keys: Callable[[], bytes]) -> _Nothing:
-        keys()
+    def probe(self, request_id: str, keys: bytes | Callable[[], bytes]) -> _Nothing:
+        if not isinstance(keys, bytes):
+            keys()
         return _Nothing()
 
     def keep_due(self) -> bool:

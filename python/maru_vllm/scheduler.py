@@ -45,8 +45,9 @@ from maru_vllm.stats import Tally
 
 __all__ = ["Lookup", "LookupResult", "SchedulerRole", "bypass_reason"]
 
-# Longer prompts are hashed by the lookup's thread, not by the engine's.
-_HASH_HERE_TOKENS = 8192
+# Longer prompts are hashed by the lookup's thread, not by the engine's. Here 1024 tokens take 20 us, less than
+# a thousandth of what computing them takes; a thread would need the interpreter lock for most of it, too.
+_HASH_HERE_TOKENS = 32768
 
 # A request waits at most so long for another one's load of its prefix.
 _WAIT_S = 10.0
@@ -87,9 +88,9 @@ class Lookup(Protocol):
     def new_chain(self, salt: bytes, chunk_tokens: int) -> PrefixChain:
         """The chain of a request."""
 
-    def probe(self, request_id: str, keys: Callable[[], bytes]) -> LookupResult:
+    def probe(self, request_id: str, keys: bytes | Callable[[], bytes]) -> LookupResult:
         """Asks for a prefix of chunks and keeps its hits from eviction for this request.
-        keys is called at most once, maybe in another thread."""
+        Keys that are to be computed first are asked for once, in another thread."""
 
     def keep_due(self) -> bool:
         """Whether it is time for keep()."""
@@ -239,18 +240,18 @@ class SchedulerRole:
         state.shared = False
         if (chunks - first) * self._chunk_tokens <= _HASH_HERE_TOKENS:
             self._extend_chain(state, request.num_tokens)
-            packed = chain.keys()
-            keys: Callable[[], bytes] = lambda: packed  # noqa: E731
+            keys: bytes | Callable[[], bytes] = chain.keys()
         else:
             # Nothing else touches the chain until the lookup is done.
             state.shared = True
             tokens = request.all_token_ids[first * self._chunk_tokens : chunks * self._chunk_tokens]
             extras = chunk_extras(request, self._rules, self._chunk_tokens, first, chunks)
 
-            def keys() -> bytes:
+            def hashed() -> bytes:
                 chain.extend(tokens, extras)
                 return chain.keys()
 
+            keys = hashed
         state.lookup = self._lookup.probe(request.request_id, keys)
         state.asked_at = self._clock()
         self._idle_steps = 0
@@ -397,7 +398,7 @@ class SchedulerRole:
             self._time_step(orders, self._new_tokens)
         elif self._asked_again:
             # The engine has nothing to do but to ask again. Its thread keeps the interpreter lock
-            # until it sleeps at the end of the step; let the lookup's thread send its question now.
+            # until it sleeps at the end of the step; a thread that hashes a prompt may have it now.
             time.sleep(0)
         self._asked_again = False
         if self._lookup.keep_due():

@@ -64,8 +64,8 @@ class FakeLookup:
     def new_chain(self, salt: bytes, chunk_tokens: int) -> PrefixChain:
         return PrefixChain(root(NAMESPACE, salt), chunk_tokens)
 
-    def probe(self, request_id: str, keys_of: Callable[[], bytes]) -> FakeResult:
-        keys, n = keys_of(), 0
+    def probe(self, request_id: str, asked: bytes | Callable[[], bytes]) -> FakeResult:
+        keys, n = asked if isinstance(asked, bytes) else asked(), 0
         while n * 32 < len(keys) and keys[n * 32 : n * 32 + 32] in self.have:
             n += 1
         self.probes.append((request_id, len(keys) // 32))

@@ -86,8 +86,8 @@ class SimLookup:
 
         return PrefixChain(root(Namespace(weights="sim@1", engine="vllm").id(), salt), chunk_tokens)
 
-    def probe(self, request_id: str, keys: Callable[[], bytes]) -> Probe:
-        p = Probe(self, keys())
+    def probe(self, request_id: str, keys: bytes | Callable[[], bytes]) -> Probe:
+        p = Probe(self, keys if isinstance(keys, bytes) else keys())
         self.open.append(p)
         self.leases.add(request_id)
         self.count += 1
