@@ -1,8 +1,8 @@
 """MaruKVConnector with a clock at each call of the engine: where a step's time goes.
 
-Calls and seconds since start are in the file that MARU_HOOK_TIMES names, whenever the
-engine made no step for a moment: {"build_connector_meta": [calls, seconds], ...}. Both
-roles write there when they share a process; a worker of its own is not seen.
+Calls and seconds since start are in the file that MARU_HOOK_TIMES names, with the id of
+each process that has a role behind it, whenever the engine made no step for a moment:
+{"build_connector_meta": [calls, seconds], ...}.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HOOKS = (
 )
 
 _times: dict[str, list[float]] = {}
-_path = Path(os.environ["MARU_HOOK_TIMES"])
+_path = Path(f"{os.environ['MARU_HOOK_TIMES']}.{os.getpid()}")
 _REST_S = 0.05
 
 
@@ -61,7 +61,7 @@ def _write() -> None:
     while not _ended.wait(_REST_S):
         now = {k: list(v) for k, v in _times.items()}
         if now == before and now != written:
-            new = _path.with_suffix(".new")
+            new = _path.with_name("new-" + _path.name)
             new.write_text(json.dumps(now))
             new.rename(_path)
             written = now

@@ -152,13 +152,18 @@ def print_pairs(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[str]:
             f"  {name:<10} median {middle:.4f} of {len(ratios)}, quartiles {low:.4f} {high:.4f}, min {min(ratios):.4f}, max {max(ratios):.4f}; "
             f"median {statistics.median(v for (_, e), v in speed.items() if e == name):.0f} tokens/s, "
             f"{1e3 * statistics.median(max(r['ttft']) for r in mine):.1f} ms to the last first token, "
-            f"{1e3 * statistics.median(r['seconds'] - max(r['ttft']) for r in mine):.1f} from there; stored {stored / GIB:.3f} of {want * len(ratios) / a.pairs / GIB:.3f} GiB, hit {hit} tokens"
+            f"{1e3 * statistics.median(r['seconds'] - max(r['ttft']) for r in mine):.1f} from there; stored {stored / GIB:.3f} of {want * len(ratios) / a.pairs / GIB:.3f} GiB, hit {hit} tokens, "
+            f"a lookup {mean_of(mine, 'lookup_ms'):.2f} ms, a store {mean_of(mine, 'store_ms'):.1f} ms"
         )
         for call, (n, seconds) in sorted(sum_hooks(mine).items(), key=lambda x: -x[1][1]):
             print(f"    {call:<31} {n / len(mine):7.1f} calls {1e6 * seconds / max(n, 1):8.1f} us {1e3 * seconds / len(mine):8.2f} ms a batch")
         if name in MARU and (stored < 0.5 * want * len(ratios) / a.pairs or hit):
             wrong.append(f"pairs: {name} stored less than half of what it computed, or hit what nobody stored")
     return wrong
+
+
+def mean_of(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(v) if (v := [x for r in rows for x in r[name]]) else 0.0
 
 
 def sum_hooks(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -184,12 +189,11 @@ def print_table(what: str, rows: list[dict[str, Any]], a: argparse.Namespace) ->
             continue
         ttft = [1e3 * t for r in mine for t in r["ttft"]]
         hit = {m: sum(r["hit"].get(m, 0) for r in mine) for m in ("cpu", "cxl")}
-        mean = {k: statistics.fmean(v) if (v := [x for r in mine for x in r[k]]) else 0.0 for k in ("lookup_ms", "load_ms")}
         print(
             f"  {name:<15} {percentile(ttft, 0.5):>9.1f} {percentile(ttft, 0.95):>9.1f} "
             f"{sum(r['tokens'] for r in mine) / sum(r['seconds'] for r in mine):>9.0f} {sum(r['loaded'] for r in mine) / GIB:>8.3f} "
             f"{sum(r['stored'] for r in mine) / GIB:>10.3f} {sum(hit.values()):>10} {hit['cpu']:>7} {hit['cxl']:>7} "
-            f"{sum(r['cached'] for r in mine):>7} {mean['lookup_ms']:>7.2f} {mean['load_ms']:>8.2f} {mine[-1]['min_hit_tokens']:>8.0f}"
+            f"{sum(r['cached'] for r in mine):>7} {mean_of(mine, 'lookup_ms'):>7.2f} {mean_of(mine, 'load_ms'):>8.2f} {mine[-1]['min_hit_tokens']:>8.0f}"
         )
         want = {"reuse": 0.8 * len(mine) * a.reuse[0] * a.reuse[1], "shared": 0.8 * len(mine) * a.shared[2]}.get(what, 0)
         if (name in MARU or name in a.variant) and sum(hit.values()) < want:

@@ -94,6 +94,7 @@ class Counting(Engine):
             "chunks": {k.partition("|")[2]: int(v) for k, v in counts.items() if k.startswith("store_chunks|") and v},
             "load_failed_tokens": int(counts.get("load_failed_tokens", 0)),
             "lookup_ms": [round(1e3 * s, 3) for s in samples.get("lookup_seconds", [])],
+            "store_ms": [round(1e3 * s, 3) for s in samples.get("store_seconds", [])],
             "load_ms": [round(1e3 * s, 3) for s in samples.get("load_seconds", [])],
             "min_hit_tokens": self._gauges.get("min_hit_tokens", 0),
             "hooks": {k: [n - hooks.get(k, (0, 0.0))[0], s - hooks.get(k, (0, 0.0))[1]] for k, (n, s) in self._hooks().items()},
@@ -104,7 +105,12 @@ class Counting(Engine):
         if self._hook_times is None:
             return {}
         time.sleep(HOOKS_REST_SECONDS)
-        return dict(json.loads(self._hook_times.read_text()))
+        out: dict[str, Any] = {}
+        for file in self._hook_times.parent.glob(self._hook_times.name + ".*"):
+            for call, (n, seconds) in json.loads(file.read_text()).items():
+                before = out.get(call, (0, 0.0))
+                out[call] = before[0] + n, before[1] + seconds
+        return out
 
     def clear(self) -> dict[str, Any]:
         """Deletes all that was asked so far from Maru."""
