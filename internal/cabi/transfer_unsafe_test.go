@@ -141,7 +141,7 @@ func TestLookupJobs(t *testing.T) {
 			}
 			return job, err
 		},
-		"no client":          func() (uint64, error) { return l.SubmitLookup(job, ks, 1, 1, 0, 0) },
+		"no client": func() (uint64, error) { return l.SubmitLookup(job, ks, 1, 1, 0, 0) },
 	} {
 		if job, err := submit(); !errors.Is(err, base.ErrInvalid) || job != 0 {
 			t.Errorf("%s: %#x %v", name, job, err)
