@@ -258,9 +258,9 @@ func TestFarClientOverServerRestart(t *testing.T) {
 	c := open(t, farConfig(door.listener.Addr().String(), f.agent.UnixPath, f.log))
 	want(t, "store", storeOne(t, c, 1, value(1, 1000)), base.CodeOK)
 	epoch := c.current().resp
+	thief := c.openRequest() // now: when the server is back, the client may open again at once
 	f.stop()
 	f.start()
-	thief := c.openRequest()
 	thief.PreviousServerEpoch, thief.PreviousEpoch, thief.SessionSecret = epoch.GetServerEpoch(), epoch.GetEpoch(), newSessionSecret()
 	conn, err := rpc.NewClient(f.srv.ControlAddress(), rpc.Retry{})
 	if err != nil {
