@@ -39,11 +39,16 @@ func answer(t *testing.T, c *Client, id JobID, n int) []base.Code {
 	return codes[:n]
 }
 
-// scheduler opens one whose engine has so many workers.
-func scheduler(t *testing.T, f *fake, workers int) *Client {
+// scheduler opens one whose engine has so many workers; those of the ranks that miss have
+// no session.
+func scheduler(t *testing.T, f *fake, workers int, miss ...int) *Client {
 	t.Helper()
 	f.mu.Lock()
+	f.mu.workers = nil
 	for rank := range workers {
+		if slices.Contains(miss, rank) {
+			continue
+		}
 		id := rankSession(rank)
 		f.mu.workers = append(f.mu.workers, &maruv1.EngineWorker{SessionId: id[:], Rank: uint32(rank), WorldSize: uint32(workers), NamespaceId: make([]byte, 32)})
 	}
@@ -218,21 +223,19 @@ func TestLookupsWithoutAWorker(t *testing.T) {
 	if got := lookUp(t, c, q); got[0] != LookupAway {
 		t.Errorf("two of four workers: %v", got)
 	}
-	c.mu.Lock()
-	c.mu.workers = c.mu.workers[1:]
-	c.mu.Unlock()
-	q.Workers = 2
-	if got := lookUp(t, c, q); got[0] != LookupAway {
-		t.Errorf("without rank 0: %v", got)
-	}
 	if len(f.saw()) != 0 {
 		t.Errorf("the server was asked: %q", f.saw())
 	}
-	c.mu.Lock()
-	c.mu.workers = workersOf(f.mu.workers)
-	c.mu.Unlock()
+	q.Workers = 2
 	if got := lookUp(t, c, q); got[0] != base.Code(hot.Miss) {
 		t.Errorf("at once with both: %v", got)
+	}
+	other := startFake(t)
+	if got := lookUp(t, scheduler(t, other, 2, 0), q); got[0] != LookupAway {
+		t.Errorf("without rank 0: %v", got)
+	}
+	if len(other.saw()) != 0 {
+		t.Errorf("the server was asked: %q", other.saw())
 	}
 	if err := c.SubmitRequests(0, []uint64{1}); !errors.Is(err, base.ErrInvalid) {
 		t.Errorf("no action: %v", err)
