@@ -3,6 +3,7 @@ package client
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"log/slog"
 	"math/rand/v2"
@@ -127,6 +128,14 @@ func TestPagesRoundTrip(t *testing.T) {
 	items[2].Key = key(1) // twice in one batch
 	items[2].Length = items[1].Length
 	codes := make([]base.Code, 3)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := c.CommitPages(ended, items, codes); !errors.Is(err, context.Canceled) {
+		t.Fatalf("a call that has ended: %v", err)
+	}
+	if s := c.Stats(); s.PagesWriting != 3 {
+		t.Fatalf("the pages are the caller's still: %+v", s)
+	}
 	if err := c.CommitPages(t.Context(), items, codes); err != nil {
 		t.Fatal(err)
 	}

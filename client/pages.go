@@ -93,7 +93,9 @@ func (c *Client) FreePage(region base.RegionID, index base.PageIndex) error {
 // AlreadyStored (the first value stays, the page is free); Unknown (no answer, the page
 // is quarantined until there is one); Fault (the page is quarantined); anything else:
 // refused, the page is free. Only with Invalid and NotFound, which name a page that
-// Alloc did not give out, nothing changes.
+// Alloc did not give out, nothing changes. Errors: ErrInvalid when codes is too short,
+// ErrClosed, and that of a context that has ended before the call; with one nothing has
+// changed, and the pages are the caller's still.
 func (c *Client) CommitPages(ctx context.Context, items []CommitItem, codes []base.Code) error {
 	if err := c.enter(ctx); err != nil {
 		return err

@@ -255,7 +255,7 @@ int32_t maru_free(maru_handle client, uint64_t n, const uint32_t *regions,
                   const uint32_t *indices, int32_t *codes);
 /* Publishes pages. codes: OK; ALREADY (the page is free); UNKNOWN (the page is in
  * quarantine); INVALID and NOT_FOUND (nothing changed); any other: refused, the
- * page is free. */
+ * page is free. When the call itself is refused nothing has changed. */
 int32_t maru_commit(maru_handle client, uint64_t n, const uint8_t *keys,
                     const uint8_t *parents, const uint32_t *regions,
                     const uint32_t *indices, const uint64_t *lengths, int32_t *codes,

@@ -126,14 +126,18 @@ func (t *thread) storeInPlace(ctx context.Context) {
 		nap = time.Duration(t.rng.IntN(20)) * time.Millisecond
 	}
 	fill(page[0].Bytes[:n], k[0], g, func() { time.Sleep(nap) })
-	if t.rng.IntN(8) == 0 {
+	giveBack := func() {
 		if err := t.w.mu.client.FreePage(page[0].Region, page[0].Index); err != nil && !errors.Is(err, base.ErrNotFound) {
 			t.w.say.wrong("giving page %d of region %d back: %v", page[0].Index, page[0].Region, err)
 		}
+	}
+	if t.rng.IntN(8) == 0 {
+		giveBack()
 		return
 	}
 	item := client.CommitItem{Key: t.packed(k).At(0), Region: page[0].Region, Index: page[0].Index, Length: uint64(n)} //nolint:gosec // positive
 	if t.callFailed(ctx, "commit", t.w.mu.client.CommitPages(ctx, []client.CommitItem{item}, t.codes)) {
+		giveBack() // it was not even begun: this process was stopped past the call's deadline, say
 		return
 	}
 	t.storedAll(k, []generation{g}, begin)
