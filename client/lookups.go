@@ -33,6 +33,10 @@ const LookupAway base.Code = math.MaxUint32
 // answer: a server that hangs costs each call its timeout, and an engine asks often.
 const awayPause = time.Second
 
+// mostLate bounds the ends that wait for a server that is away. The leases of others, and
+// of all of them in a long outage, end by themselves.
+const mostLate = 4096
+
 // lookups are the calls of a scheduler that do not wait: lookups, which are jobs, and what
 // becomes of request leases. Tasks of one request run one after another, in their order:
 // its leases are ended behind the answer to the lookup that takes them. Of a lookup that
@@ -200,7 +204,7 @@ func (k *lookups) work() {
 			for _, next := range list { // the first is ready now, the others wait for it
 				k.putLocked(next)
 			}
-			if !asks && t.action == hot.RequestsEnd && len(list) == 0 {
+			if !asks && t.action == hot.RequestsEnd && len(list) == 0 && len(k.mu.late) < mostLate {
 				k.mu.late[id] = struct{}{}
 			}
 		}

@@ -189,10 +189,26 @@ func TestLookupsOfAServerThatHangs(t *testing.T) {
 				t.Errorf("a server that hangs: %v", got)
 			}
 		}
+		eventually(t, "all workers have said what they heard", func() bool {
+			c.lookups.mu.Lock()
+			defer c.lookups.mu.Unlock()
+			return c.lookups.mu.workers == 0
+		})
 		f.hang.Store(false)
 	}
+	pause := func(d time.Duration) { // however slow this machine is
+		c.lookups.mu.Lock()
+		defer c.lookups.mu.Unlock()
+		c.lookups.mu.away = time.Now().Add(d)
+	}
 	burst()
+	c.lookups.mu.Lock()
+	if c.lookups.mu.away.IsZero() {
+		t.Error("no pause after calls without an answer")
+	}
+	c.lookups.mu.Unlock()
 	asked := len(f.saw())
+	pause(time.Minute)
 	for range 3 {
 		if got := lookUp(t, c, q); !slices.Equal(got, away) {
 			t.Errorf("at once: %v", got)
@@ -205,6 +221,19 @@ func TestLookupsOfAServerThatHangs(t *testing.T) {
 	if err := c.SubmitRequests(hot.RequestsEnd, []uint64{5}); err != nil {
 		t.Fatal(err)
 	}
+	many := make([]uint64, 3*mostLate)
+	for i := range many {
+		many[i] = uint64(1000 + i) //nolint:gosec // small
+	}
+	if err := c.SubmitRequests(hot.RequestsEnd, many); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "what waits is bounded", func() bool {
+		c.lookups.mu.Lock()
+		defer c.lookups.mu.Unlock()
+		return len(c.lookups.mu.behind) == 0 && len(c.lookups.mu.late) == mostLate
+	})
+	pause(0)
 	q.Timeout = 0
 	eventually(t, "it is asked again", func() bool { return lookUp(t, c, q)[0] == base.Code(hot.Miss) })
 	eventually(t, "the end of a request that ended in the pause", func() bool { return slices.Contains(f.saw(), end) })
