@@ -50,7 +50,7 @@ type lookups struct {
 		behind  map[uint64][]lookupTask // by request with a task in ready or under way: what comes after it
 		workers int                     // at most HotConnections, each of which carries one call
 		away    time.Time               // until then nobody asks
-		late    map[uint64]struct{}     // requests whose end waits until then, or for the next task behind it
+		late    map[uint64]struct{}     // requests whose end waits for the next answer to a lookup
 	}
 }
 
